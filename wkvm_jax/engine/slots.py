@@ -1,0 +1,70 @@
+"""Ids with reference counts: the slots of an arena, the pages of its pools, the lanes of its table."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from wkvm_jax.errors import NoFreeSlotError
+
+
+class RefPool:
+    """Hands out ids and takes them back when nobody holds them.
+
+    An id that was freed is handed out last, and its content is never read again: whoever gets it writes
+    it whole first.
+
+    Args:
+        name: what the ids are, for errors ("slot").
+        size: ids there are in all, the reserved ones included.
+        num_reserved: ids from 0 that are never handed out.
+    """
+
+    def __init__(self, name: str, size: int, num_reserved: int) -> None:
+        self._name = name
+        self._num_usable = max(size - num_reserved, 0)
+        self._free = deque(range(num_reserved, size))
+        self._counts: dict[int, int] = {}
+
+    @property
+    def num_usable(self) -> int:
+        return self._num_usable
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def acquire(self, count: int) -> list[int]:
+        """`count` ids with one reference each, or none at all.
+
+        Raises:
+            NoFreeSlotError: fewer are free.
+        """
+        if count > len(self._free):
+            raise NoFreeSlotError(
+                f"{count} {self._name}s are needed and {len(self._free)} of {self._num_usable} are free; "
+                f"delete a kept state or wait for a running request to end"
+            )
+        ids = [self._free.popleft() for _ in range(count)]
+        for identity in ids:
+            self._counts[identity] = 1
+        return ids
+
+    def retain(self, identity: int) -> None:
+        """One more reference on an id in use; reserved ids need none and take none."""
+        if identity in self._counts:
+            self._counts[identity] += 1
+
+    def release(self, identity: int) -> None:
+        """One reference fewer; the last one frees the id."""
+        count = self._counts.get(identity)
+        if count is None:
+            return
+        if count == 1:
+            del self._counts[identity]
+            self._free.append(identity)
+        else:
+            self._counts[identity] = count - 1
+
+    def references(self, identity: int) -> int:
+        """How many hold the id; 0 for a free or reserved one."""
+        return self._counts.get(identity, 0)

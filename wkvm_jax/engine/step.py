@@ -1,0 +1,458 @@
+"""What runs on the device: the arena, the lanes, and the compiled steps that donate them.
+
+Everything that changes the arena is here and runs on the engine's thread. Each shape is compiled once.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+from wkvm_jax.engine.scheduler import Rectangle
+from wkvm_jax.models.model import SCORE_CHUNK, Model
+from wkvm_jax.sampling import (
+    IN_PROMPT,
+    PADDING_LANE,
+    LaneParams,
+    Lanes,
+    Sampled,
+    allocate_lanes,
+    idle_params,
+    sample,
+    seed_key,
+    top_log_probs,
+)
+from wkvm_jax.state import (
+    INITIAL_SLOT,
+    TRASH_SLOT,
+    Batch,
+    State,
+    copy_pages,
+    copy_slots,
+)
+from wkvm_jax.types import Params
+
+ADMIT_ROWS = 8
+"""Lanes set in one dispatch."""
+HISTORY_CHUNK = 1024
+"""Token ids that one dispatch adds to a lane's history."""
+COPY_ROWS = 8
+"""Slots or pages copied in one dispatch."""
+
+Shape = tuple[int, int]
+"""Rows and tokens of a bucket."""
+
+
+@flax.struct.dataclass
+class StepRows:
+    """The host's part of a sampling step; the tokens lie in the lanes."""
+
+    lane_ids: Int32[Array, " b"]
+    read_slots: Int32[Array, " b"]
+    write_slots: Int32[Array, " b"]
+    page_table: Int32[Array, "b p"]
+
+
+@flax.struct.dataclass
+class PromptRows:
+    """The host's part of a wide step. `targets` are the tokens that follow, for scoring."""
+
+    batch: Batch
+    targets: Int32[Array, "b t"]
+    wants_scores: Bool[Array, ""]
+
+
+@flax.struct.dataclass
+class Scores:
+    """Log-probabilities of a prompt's tokens and of the likeliest in their places; zeros if unwanted."""
+
+    logprob: Float32[Array, "b t"]
+    top_ids: Int32[Array, "b t top"]
+    top_logprobs: Float32[Array, "b t top"]
+
+
+@flax.struct.dataclass
+class NewLanes:
+    """Lanes to set: what requests asked for, and the token that each consumes first."""
+
+    lane_ids: Int32[Array, " k"]
+    token: Int32[Array, " k"]
+    seed: UInt32[Array, "k 2"]
+    choice: Int32[Array, " k"]
+    params: LaneParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes that the compiled steps share."""
+
+    num_slots: int
+    num_pages: int
+    num_lanes: int
+    pages_per_row: int
+
+
+def sampling_step(
+    params: Params, arena: State, lanes: Lanes, rows: StepRows, *, model: Model
+) -> tuple[State, Lanes, Sampled]:
+    """One token for every row: consume the lane's token, sample the next.
+
+    Rows that are done consume nothing and write to the trash slot.
+    """
+    live = ~lanes.done[rows.lane_ids]
+    batch = Batch(
+        tokens=lanes.token[rows.lane_ids][:, None],
+        lengths=live.astype(jnp.int32),
+        read_slots=rows.read_slots,
+        write_slots=jnp.where(live, rows.write_slots, TRASH_SLOT),
+        page_table=rows.page_table,
+    )
+    positions = arena.num_tokens[rows.read_slots] + 1
+    hidden, arena = model.family.forward(params, batch, arena, config=model.config)
+    logits = model.family.head(params, hidden[:, 0], config=model.config)
+    sampled, lanes = sample(logits, lanes, rows.lane_ids, positions)
+    return arena, lanes, sampled
+
+
+def prompt_step(params: Params, arena: State, rows: PromptRows, *, model: Model) -> tuple[State, Scores]:
+    """Consumes part of a prompt, and scores it if asked to."""
+    hidden, arena = model.family.forward(params, rows.batch, arena, config=model.config)
+    num_rows, width, channels = hidden.shape
+    block = min(width, SCORE_CHUNK)
+
+    def one_block(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        return top_log_probs(model.family.head(params, inputs[0], config=model.config), inputs[1])
+
+    def scored() -> Scores:
+        flat = (hidden.reshape(-1, block, channels), rows.targets.reshape(-1, block))
+        logprob, ids, values = jax.lax.map(one_block, flat)
+        shape = (num_rows, width)
+        return Scores(logprob.reshape(shape), ids.reshape(*shape, -1), values.reshape(*shape, -1))
+
+    absent = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
+    return arena, jax.lax.cond(rows.wants_scores, scored, lambda: absent)
+
+
+def set_lanes(lanes: Lanes, new: NewLanes) -> Lanes:
+    """The table with new requests in their lanes; rows that name `PADDING_LANE` leave it idle."""
+    padding = new.lane_ids == PADDING_LANE
+    params = new.params.replace(key=seed_key(new.seed, new.choice))
+    at = new.lane_ids
+    return Lanes(
+        token=lanes.token.at[at].set(new.token),
+        done=lanes.done.at[at].set(padding),
+        params=jax.tree.map(lambda old, fresh: old.at[at].set(fresh), lanes.params, params),
+        history=lanes.history.at[at].set(0),
+    )
+
+
+def add_history(lanes: Lanes, lane_id: Int32[Array, ""], token_ids: Int32[Array, " ids"]) -> Lanes:
+    """The table after marking ids as part of a lane's prompt; ids of -1 are fillers."""
+    ids = jnp.where(token_ids < 0, lanes.history.shape[1], token_ids)
+    return lanes.replace(history=lanes.history.at[lane_id, ids].max(IN_PROMPT, mode="drop"))
+
+
+def read_slot(arena: State, slot: Int32[Array, ""]) -> State:
+    """A copy of one slot's leaves, as a batch of one without pools."""
+
+    def one(leaf: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(leaf, slot, keepdims=True)
+
+    return State(jax.tree.map(one, arena.leaves), {}, one(arena.num_tokens))
+
+
+def write_slot(arena: State, slot: Int32[Array, ""], value: State) -> State:
+    """The arena with one slot's leaves replaced; the reverse of `read_slot`."""
+
+    def one(leaf: Array, row: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, row[0].astype(leaf.dtype), slot, 0)
+
+    return arena.replace(
+        leaves=jax.tree.map(one, arena.leaves, value.leaves),
+        num_tokens=one(arena.num_tokens, value.num_tokens),
+    )
+
+
+def read_page(arena: State, page: Int32[Array, ""]) -> dict[str, Array]:
+    """A copy of one page of every pool."""
+    return {name: jax.lax.dynamic_index_in_dim(pool, page) for name, pool in arena.pools.items()}
+
+
+def write_page(arena: State, page: Int32[Array, ""], value: dict[str, Array]) -> State:
+    """The arena with one page of every pool replaced; the reverse of `read_page`."""
+    pools = {
+        name: jax.lax.dynamic_update_index_in_dim(pool, value[name][0].astype(pool.dtype), page, 0)
+        for name, pool in arena.pools.items()
+    }
+    return arena.replace(pools=pools)
+
+
+class Device:
+    """The arena, the lanes and the compiled steps of one model.
+
+    Not thread-safe: the engine's thread alone calls it, except `compile`, which may run beforehand.
+
+    Args:
+        model: what to run.
+        sizes: of arena and lanes; the reserved slots, page and lane are counted in.
+    """
+
+    def __init__(self, model: Model, sizes: Sizes) -> None:
+        self.model = model
+        self.sizes = sizes
+        self.params = model.params
+        self._compiled: dict[tuple[str, Shape], jax.stages.Compiled] = {}
+        self._cost_s: dict[Shape, float] = {}
+        self._used: set[Shape] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh arena and fresh lanes; all that they held is gone."""
+        spec = self.model.state_spec
+        self.arena = spec.allocate(self.sizes.num_slots, self.sizes.num_pages)
+        self.lanes = allocate_lanes(self.sizes.num_lanes, self.model.config.vocab_size)
+
+    # Compilation ----------------------------------------------------------------------------------
+
+    def compile(self, shapes: Sequence[Shape], progress: Callable[[int, int], None] | None = None) -> None:
+        """Compiles these buckets and the small operations beside them, two at a time."""
+        jobs = [self._job("step" if tokens == 1 else "prompt", (rows, tokens)) for rows, tokens in shapes]
+        jobs += [self._job(name, (0, 0)) for name in ("set_lanes", "add_history", "read_slot", "write_slot")]
+        if not all(leaf.rewritten for leaf in self.model.state_spec.slot_leaves.values()):
+            jobs.append(self._job("copy_slots", (0, 0)))
+        if self.model.state_spec.paged:
+            jobs += [self._job(name, (0, 0)) for name in ("copy_pages", "read_page", "write_page")]
+        # The widest first: two workers then end at about the same time.
+        jobs = sorted((job for job in jobs if job not in self._compiled), key=lambda job: -max(job[1]))
+        with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
+            for done, compiled in enumerate(pool.map(self._lowered_and_compiled, jobs)):
+                self._compiled[jobs[done]] = compiled
+                if progress is not None:
+                    progress(done + 1, len(jobs))
+
+    def calibrate(self, shapes: Sequence[Shape]) -> None:
+        """Measures each bucket on padded rows, so that prompts can be cut to fit beside sampling rows."""
+        for shape in shapes:
+            self._cost_s[shape] = min(self._timed(shape) for _ in range(3))
+
+    def cost_s(self, num_rows: int, num_tokens: int) -> float | None:
+        """Measured seconds of a bucket; None before it has been measured."""
+        return self._cost_s.get((num_rows, num_tokens))
+
+    def _job(self, name: str, shape: Shape) -> tuple[str, Shape]:
+        return name, shape
+
+    def _get(self, name: str, shape: Shape = (0, 0)) -> jax.stages.Compiled:
+        job = (name, shape)
+        if job not in self._compiled:
+            self._compiled[job] = self._lowered_and_compiled(job)
+        return self._compiled[job]
+
+    def _lowered_and_compiled(self, job: tuple[str, Shape]) -> jax.stages.Compiled:
+        name, shape = job
+        function, donated, arguments = self._signature(name, shape)
+        abstract = jax.tree.map(_abstract, arguments)
+        return jax.jit(function, donate_argnums=donated).lower(*abstract).compile()
+
+    def _signature(
+        self, name: str, shape: Shape
+    ) -> tuple[Callable[..., object], tuple[int, ...], tuple[object, ...]]:
+        """A function, which arguments it donates, and arguments of the right shapes."""
+        index = np.int32(0)
+        pairs = np.zeros((COPY_ROWS, 2), np.int32)
+        slot = _as_batch_of_one(self.arena)
+        page = {name: pool[:1] for name, pool in _abstract_tree(self.arena.pools).items()}
+        signatures: dict[str, tuple[Callable[..., object], tuple[int, ...], tuple[object, ...]]] = {
+            "set_lanes": (set_lanes, (0,), (self.lanes, self._new_lanes())),
+            "add_history": (add_history, (0,), (self.lanes, index, np.zeros(HISTORY_CHUNK, np.int32))),
+            "read_slot": (read_slot, (), (self.arena, index)),
+            "write_slot": (write_slot, (0,), (self.arena, index, slot)),
+            "copy_slots": (partial(_copy_slots, spec=self.model.state_spec), (0,), (self.arena, pairs)),
+            "copy_pages": (copy_pages, (0,), (self.arena, pairs)),
+            "read_page": (read_page, (), (self.arena, index)),
+            "write_page": (write_page, (0,), (self.arena, index, page)),
+        }
+        if name == "step":
+            step = partial(sampling_step, model=self.model)
+            return step, (1, 2), (self.params, self.arena, self.lanes, self._padded_step_rows(shape[0]))
+        if name == "prompt":
+            step = partial(prompt_step, model=self.model)
+            return step, (1,), (self.params, self.arena, self._padded_prompt_rows(shape))
+        return signatures[name]
+
+    def _timed(self, shape: Shape) -> float:
+        jax.block_until_ready(self.arena)
+        started = time.perf_counter()
+        if shape[1] == 1:
+            result: object = self._run_step(self._padded_step_rows(shape[0]), shape)
+        else:
+            result = self._run_prompt(self._padded_prompt_rows(shape), shape)
+        jax.block_until_ready((result, self.arena))
+        return time.perf_counter() - started
+
+    # Running --------------------------------------------------------------------------------------
+
+    def run(self, rectangle: Rectangle) -> Sampled | Scores:
+        """Dispatches a rectangle and returns its result, which is not waited for."""
+        self._move_shared(rectangle)
+        shape = (rectangle.num_rows, rectangle.num_tokens)
+        # The first use may compile; the second is timed, and so waited for.
+        measure = shape in self._used and shape not in self._cost_s
+        self._used.add(shape)
+        started = time.perf_counter()
+        if measure:
+            jax.block_until_ready(self.arena)
+            started = time.perf_counter()
+        if rectangle.num_tokens == 1:
+            result: Sampled | Scores = self._run_step(self._step_rows(rectangle), shape)
+        else:
+            result = self._run_prompt(self._prompt_rows(rectangle), shape)
+        if measure:
+            jax.block_until_ready((result, self.arena))
+            self._cost_s[shape] = time.perf_counter() - started
+        return result
+
+    def _run_step(self, rows: StepRows, shape: Shape) -> Sampled:
+        step = self._get("step", shape)
+        self.arena, self.lanes, sampled = step(self.params, self.arena, self.lanes, rows)
+        return sampled
+
+    def _run_prompt(self, rows: PromptRows, shape: Shape) -> Scores:
+        step = self._get("prompt", shape)
+        self.arena, scores = step(self.params, self.arena, rows)
+        return scores
+
+    def _move_shared(self, rectangle: Rectangle) -> None:
+        """Copies what rows share and are about to write in part: rings and last pages."""
+        pages = [row.page_copy for row in rectangle.rows if row.page_copy[1]]
+        for pairs in _padded_pairs(pages, 0):
+            self.arena = self._get("copy_pages")(self.arena, pairs)
+        if all(leaf.rewritten for leaf in self.model.state_spec.slot_leaves.values()):
+            return
+        moves = [(row.read_slot, row.write_slot) for row in rectangle.rows if row.read_slot != row.write_slot]
+        for pairs in _padded_pairs(moves, TRASH_SLOT):
+            self.arena = self._get("copy_slots")(self.arena, pairs)
+
+    def _step_rows(self, rectangle: Rectangle) -> StepRows:
+        rows = self._padded_step_rows(rectangle.num_rows)
+        for index, row in enumerate(rectangle.rows):
+            rows.lane_ids[index] = row.sequence.lane
+            rows.read_slots[index] = row.read_slot
+            rows.write_slots[index] = row.write_slot
+            if self.sizes.pages_per_row:
+                rows.page_table[index, : len(row.sequence.pages)] = row.sequence.pages
+        return rows
+
+    def _prompt_rows(self, rectangle: Rectangle) -> PromptRows:
+        rows = self._padded_prompt_rows((rectangle.num_rows, rectangle.num_tokens))
+        for index, row in enumerate(rectangle.rows):
+            sequence, end = row.sequence, row.first + row.length
+            rows.batch.tokens[index, : row.length] = sequence.tokens[row.first : end]
+            rows.targets[index, : row.length] = sequence.tokens[row.first + 1 : end + 1]
+            rows.batch.lengths[index] = row.length
+            rows.batch.read_slots[index] = row.read_slot
+            rows.batch.write_slots[index] = row.write_slot
+            rows.wants_scores[...] |= sequence.params.prompt_logprobs
+            if self.sizes.pages_per_row:
+                rows.batch.page_table[index, : len(sequence.pages)] = sequence.pages
+        return rows
+
+    def _padded_step_rows(self, num_rows: int) -> StepRows:
+        return StepRows(
+            lane_ids=np.full(num_rows, PADDING_LANE, np.int32),
+            read_slots=np.full(num_rows, INITIAL_SLOT, np.int32),
+            write_slots=np.full(num_rows, TRASH_SLOT, np.int32),
+            page_table=np.zeros((num_rows, self.sizes.pages_per_row), np.int32),
+        )
+
+    def _padded_prompt_rows(self, shape: Shape) -> PromptRows:
+        num_rows, _ = shape
+        batch = Batch(
+            tokens=np.zeros(shape, np.int32),
+            lengths=np.zeros(num_rows, np.int32),
+            read_slots=np.full(num_rows, INITIAL_SLOT, np.int32),
+            write_slots=np.full(num_rows, TRASH_SLOT, np.int32),
+            page_table=np.zeros((num_rows, self.sizes.pages_per_row), np.int32),
+        )
+        return PromptRows(batch, targets=np.zeros(shape, np.int32), wants_scores=np.zeros((), bool))
+
+    # Lanes ----------------------------------------------------------------------------------------
+
+    def set_lanes(self, new: Sequence[NewLanes]) -> None:
+        """Sets single lanes, a few to a dispatch."""
+        for first in range(0, len(new), ADMIT_ROWS):
+            some = list(new[first : first + ADMIT_ROWS])
+            some += [self._new_lane()] * (ADMIT_ROWS - len(some))
+            stacked = jax.tree.map(lambda *leaves: np.concatenate(leaves), *some)
+            self.lanes = self._get("set_lanes")(self.lanes, stacked)
+
+    def add_history(self, lane: int, token_ids: Sequence[int]) -> None:
+        """Marks tokens as seen in a lane's prompt."""
+        for first in range(0, len(token_ids), HISTORY_CHUNK):
+            ids = np.full(HISTORY_CHUNK, -1, np.int32)
+            some = token_ids[first : first + HISTORY_CHUNK]
+            ids[: len(some)] = some
+            self.lanes = self._get("add_history")(self.lanes, np.int32(lane), ids)
+
+    def _new_lane(self) -> NewLanes:
+        zero = np.zeros(1, np.int32)
+        return NewLanes(zero, zero, np.zeros((1, 2), np.uint32), zero, idle_params(1))
+
+    def _new_lanes(self) -> NewLanes:
+        return jax.tree.map(lambda leaf: np.repeat(leaf, ADMIT_ROWS, axis=0), self._new_lane())
+
+    # States ---------------------------------------------------------------------------------------
+
+    def load(self, slot: int, pages: Sequence[int]) -> State:
+        """A copy of one state, as a batch of one with its pages in order."""
+        state = self._get("read_slot")(self.arena, np.int32(slot))
+        if not pages:
+            return state.replace(pools=self._no_pages())
+        read = [self._get("read_page")(self.arena, np.int32(page)) for page in pages]
+        return state.replace(pools=jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *read))
+
+    def store(self, slot: int, pages: Sequence[int], state: State) -> None:
+        """Writes a batch of one into a slot and its pages."""
+        self.arena = self._get("write_slot")(self.arena, np.int32(slot), state.replace(pools={}))
+        for index, page in enumerate(pages):
+            value = {name: pool[index : index + 1] for name, pool in state.pools.items()}
+            self.arena = self._get("write_page")(self.arena, np.int32(page), value)
+
+    def _no_pages(self) -> dict[str, Array]:
+        return {name: pool[:0] for name, pool in self.arena.pools.items()}
+
+
+def _copy_slots(arena: State, copies: Array, *, spec: object) -> State:
+    return copy_slots(arena, spec, copies)
+
+
+def _padded_pairs(pairs: Sequence[tuple[int, int]], filler: int) -> list[np.ndarray]:
+    result = []
+    for first in range(0, len(pairs), COPY_ROWS):
+        some = np.full((COPY_ROWS, 2), filler, np.int32)
+        chunk = pairs[first : first + COPY_ROWS]
+        some[: len(chunk)] = chunk
+        result.append(some)
+    return result
+
+
+def _abstract(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _as_batch_of_one(arena: State) -> State:
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype), arena)
+    return one.replace(pools={})
+
+
+def _abstract_tree(pools: dict[str, Array]) -> dict[str, np.ndarray]:
+    return {name: np.empty((1, *pool.shape[1:]), pool.dtype) for name, pool in pools.items()}

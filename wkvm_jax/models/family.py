@@ -1,0 +1,73 @@
+"""The contract of a model family: everything that the rest of the project may know of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from wkvm_jax.state import Batch, State, StateSpec
+from wkvm_jax.types import Array, Params
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""A checkpoint's tensors: name to shape."""
+
+
+class FamilyConfig(Protocol):
+    """What every family's `Config` has; configs are frozen dataclasses, hashable and comparable."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one checkpoint maps to a family's parameters.
+
+    Attributes:
+        config: the family's `Config`, found from config.json or from the tensors' shapes.
+        table: `param_spec(config)` with a `weights.Source` at each leaf.
+        ignored: says of a tensor's name that it may be present though nothing needs it.
+    """
+
+    config: FamilyConfig
+    table: Mapping[str, object]
+    ignored: Callable[[str], bool]
+
+
+class Forward(Protocol):
+    def __call__(
+        self, params: Params, batch: Batch, state: State, *, config: FamilyConfig
+    ) -> tuple[Array, State]: ...
+
+
+class Head(Protocol):
+    def __call__(self, params: Params, hidden: Array, *, config: FamilyConfig) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One model family.
+
+    Attributes:
+        name: as configs spell it, e.g. "rwkv7".
+        param_spec: the parameter tree of a config, as `jax.ShapeDtypeStruct`s.
+        state_spec: one conversation's state, without a batch axis.
+        forward: `(params, batch, state, *, config) -> (hidden [b, t, d], state)`, pure.
+        head: `(params, hidden, *, config) -> float32 logits` of the positions given.
+        layout: the mapping for a checkpoint of this family, None for any other. Raises `ValueError`
+            with the fields named for one that is of this family and not supported.
+    """
+
+    name: str
+    param_spec: Callable[[FamilyConfig], Params]
+    state_spec: Callable[[FamilyConfig], StateSpec]
+    forward: Forward
+    head: Head
+    layout: Callable[[Shapes, Mapping[str, object] | None], Layout | None]

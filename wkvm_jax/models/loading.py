@@ -1,0 +1,94 @@
+"""From a name or a path to a `Model`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+
+from wkvm_jax.errors import CheckpointError
+from wkvm_jax.models.family import Family, Layout
+from wkvm_jax.models.model import Model
+from wkvm_jax.models.registry import FAMILIES
+from wkvm_jax.tokenizers import load_tokenizer
+from wkvm_jax.tokenizers.base import Tokenizer
+from wkvm_jax.weights import Checkpoint, load_params, read_checkpoint
+
+DEMO_DIRECTORY = Path(__file__).resolve().parent.parent / "demo_model"
+
+
+def load(
+    model: str | os.PathLike[str],
+    dtype: DTypeLike | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Loads a model.
+
+    Args:
+        model: "demo" for the model in the box; a `.pth` or `.safetensors` file; or a Hugging Face or
+            fla-hub directory. What a file is, is told by its content.
+        dtype: what the weights become. None keeps what is stored, except that 16-bit weights become
+            float32 on a CPU, whose products are faster that way.
+        tokenizer: used in place of what lies beside the checkpoint.
+        progress: called with the bytes done and the bytes there are.
+
+    Returns:
+        The model; its `tokenizer` is None where none was found.
+
+    Raises:
+        CheckpointError: what is wrong with which file.
+        TokenizerError: the same for a tokenizer's files.
+    """
+    path = DEMO_DIRECTORY if model == "demo" else Path(model)
+    checkpoint = read_checkpoint(path)
+    family, layout = find_layout(checkpoint)
+    params = load_params(
+        checkpoint,
+        layout.table,
+        dtype=_resolved_dtype(checkpoint, layout, dtype),
+        ignored=layout.ignored,
+        progress=progress,
+    )
+    tokenizer = tokenizer or load_tokenizer(checkpoint.directory, checkpoint.config, layout.config.vocab_size)
+    return Model(family, layout.config, params, tokenizer, name=_name(model))
+
+
+def find_layout(checkpoint: Checkpoint) -> tuple[Family, Layout]:
+    """The first family that knows the checkpoint.
+
+    Raises:
+        CheckpointError: none does, or the one that does cannot run it.
+    """
+    for family in FAMILIES:
+        try:
+            layout = family.layout(checkpoint.shapes, checkpoint.config)
+        except ValueError as error:
+            raise CheckpointError(checkpoint.path, str(error)) from error
+        if layout is not None:
+            return family, layout
+    model_type = (checkpoint.config or {}).get("model_type", "unknown")
+    known = ", ".join(family.name for family in FAMILIES)
+    raise CheckpointError(
+        checkpoint.path,
+        f"no known model: config.json's model_type is {model_type!r} and the tensors' names "
+        f"({', '.join(list(checkpoint.shapes)[:3])}, ...) fit none of: {known}",
+    )
+
+
+def _resolved_dtype(checkpoint: Checkpoint, layout: Layout, dtype: DTypeLike | None) -> np.dtype | None:
+    if dtype is not None:
+        resolved = np.dtype(dtype)
+        if resolved not in (np.dtype("float32"), np.dtype(jax.numpy.bfloat16)):
+            raise ValueError(f"{dtype=} must be float32 or bfloat16")
+        return resolved
+    return np.dtype("float32") if jax.default_backend() == "cpu" else None
+
+
+def _name(model: str | os.PathLike[str]) -> str:
+    return Path(model).stem or str(model)

@@ -1,0 +1,318 @@
+"""RWKV-7 "Goose" (arXiv 2503.14456): parameters, state and forward.
+
+Small tensors keep the names of the paper's code (`w0 w1 w2 a0 ... k_k k_a r_k`). Matrices are stored
+`[in, out]`. The residual stream and all elementwise work are float32, whatever dtype the weights have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from wkvm_jax.kernels.rwkv7 import Recurrence, recurrence
+from wkvm_jax.models.layers import group_norm, last_counted, layer_norm, previous_tokens, product
+from wkvm_jax.state import (
+    Batch,
+    LeafSpec,
+    State,
+    StateSpec,
+    advance_num_tokens,
+    read_rows,
+    write_rows,
+)
+from wkvm_jax.types import Params
+
+MIXES = ("r", "w", "k", "v", "a", "g")
+"""Order of the token-shift mixes in the parameter `x_rwkvag`."""
+
+DECAY_SCALE = math.exp(-0.5)
+"""The decay is `exp(-DECAY_SCALE * sigmoid(...))`, so it stays above 0.545 (arXiv 2503.14456, eq. 14)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes and variants of an RWKV-7 model.
+
+    Attributes:
+        vocab_size, hidden_size, num_layers, head_dim, intermediate_size: sizes; `hidden_size` is a
+            multiple of `head_dim`, the key width of a head.
+        value_dim: width of all heads' values together; `hidden_size` in every published model.
+        decay_rank, iclr_rank, value_rank, gate_rank: inner widths of the low-rank maps.
+        norm_eps: of LayerNorms; GroupNorm's is `head_dim * norm_eps`.
+        norm_bias: whether norms have a bias.
+        fused_norm: flash-linear-attention's `fuse_norm`: keys are normalised with 1e-6 added under the
+            root, and not with the norm clamped at 1e-12.
+        tied_head: whether the output head is the embedding.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    head_dim: int
+    intermediate_size: int
+    value_dim: int
+    decay_rank: int
+    iclr_rank: int
+    value_rank: int
+    gate_rank: int
+    norm_eps: float = 1e-5
+    norm_bias: bool = True
+    fused_norm: bool = False
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.head_dim:
+            raise ValueError(f"{self.head_dim=} must divide {self.hidden_size=}")
+        if self.value_dim % self.num_heads:
+            raise ValueError(f"{self.num_heads=} must divide {self.value_dim=}")
+
+    @property
+    def num_heads(self) -> int:
+        return self.hidden_size // self.head_dim
+
+    @property
+    def value_head_dim(self) -> int:
+        return self.value_dim // self.num_heads
+
+
+def param_spec(config: Config) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct`s in float32; loaded weights may be bfloat16."""
+    width, value = config.hidden_size, config.value_dim
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def norm(size: int) -> Params:
+        return {"scale": array(size)} | ({"bias": array(size)} if config.norm_bias else {})
+
+    def time_mix(layer: int) -> Params:
+        value_residual = {
+            "v0": array(value),
+            "v1": array(width, config.value_rank),
+            "v2": array(config.value_rank, value),
+        }
+        return {
+            "x_rwkvag": array(len(MIXES), width),
+            "receptance": array(width, width),
+            "key": array(width, width),
+            "value": array(width, value),
+            "output": array(value, width),
+            "w0": array(width),
+            "w1": array(width, config.decay_rank),
+            "w2": array(config.decay_rank, width),
+            "a0": array(width),
+            "a1": array(width, config.iclr_rank),
+            "a2": array(config.iclr_rank, width),
+            "g1": array(width, config.gate_rank),
+            "g2": array(config.gate_rank, value),
+            "k_k": array(width),
+            "k_a": array(width),
+            "r_k": array(config.num_heads, config.head_dim),
+            "ln_x": norm(value),
+        } | (value_residual if layer else {})
+
+    def block(layer: int) -> Params:
+        return {
+            "ln1": norm(width),
+            "ln2": norm(width),
+            "time_mix": time_mix(layer),
+            "channel_mix": {
+                "x_k": array(width),
+                "key": array(width, config.intermediate_size),
+                "value": array(config.intermediate_size, width),
+            },
+        }
+
+    return {
+        "embedding": array(config.vocab_size, width),
+        "ln0": norm(width),
+        "blocks": tuple(block(layer) for layer in range(config.num_layers)),
+        "ln_out": norm(width),
+    } | ({} if config.tied_head else {"head": array(width, config.vocab_size)})
+
+
+def state_spec(config: Config) -> StateSpec:
+    """One conversation: a matrix a head and layer, and the last token's two normed inputs a layer."""
+    layers = config.num_layers
+    return StateSpec(
+        {
+            "wkv": LeafSpec(
+                shape=(layers, config.num_heads, config.head_dim, config.value_head_dim),
+                dtype=jnp.float32,
+                axes=("layer", "head", "key", "value"),
+                kind="recurrent",
+            ),
+            "shift": LeafSpec(
+                shape=(layers, 2, config.hidden_size),
+                dtype=jnp.float32,
+                axes=("layer", "mix", "width"),
+                kind="window",
+            ),
+        }
+    )
+
+
+def forward(
+    params: Params,
+    batch: Batch,
+    state: State,
+    *,
+    config: Config,
+    recurrence: Recurrence = recurrence,
+) -> tuple[Float32[Array, "b t d"], State]:
+    """Runs the batch's tokens from their read slots and leaves the new states at their write slots.
+
+    Args:
+        params: as `param_spec` lays out, in any floating dtype.
+        batch: tokens `[b, t]` and where the rows read and write.
+        state: an arena, or a research batch.
+        recurrence: computes one layer's recurrence; another implementation may stand in.
+
+    Returns:
+        The final norm's output for each token and the new state.
+    """
+    x = params["embedding"][batch.tokens].astype(jnp.float32)
+    x = layer_norm(x, params["ln0"], config.norm_eps)
+    wkv, shift = state.leaves["wkv"], read_rows(state.leaves["shift"], batch)
+    shifts, v_first = [], None
+    for layer, block in enumerate(params["blocks"]):
+        y = layer_norm(x, block["ln1"], config.norm_eps)
+        inputs, gate, bonus, v_first = _time_mix_inputs(
+            block["time_mix"], y, previous_tokens(y, shift[:, layer, 0]), v_first, config
+        )
+        shifts.append(last_counted(y, shift[:, layer, 0], batch.lengths))
+        out, wkv = recurrence(wkv, layer, batch, inputs)
+        x = x + _time_mix_output(block["time_mix"], out, gate, bonus, config)
+        y = layer_norm(x, block["ln2"], config.norm_eps)
+        x = x + _channel_mix(block["channel_mix"], y, previous_tokens(y, shift[:, layer, 1]))
+        shifts.append(last_counted(y, shift[:, layer, 1], batch.lengths))
+    hidden = layer_norm(x, params["ln_out"], config.norm_eps)
+    leaves = {
+        "wkv": wkv,
+        "shift": write_rows(state.leaves["shift"], batch, jnp.stack(shifts, axis=1).reshape(shift.shape)),
+    }
+    return hidden, state.replace(leaves=leaves, num_tokens=advance_num_tokens(state, batch))
+
+
+def head(params: Params, hidden: Float[Array, "*rows d"], *, config: Config) -> Float32[Array, "*rows vocab"]:
+    """Logits of the positions given."""
+    return product(hidden, params["embedding"].T if config.tied_head else params["head"])
+
+
+def _time_mix_inputs(
+    params: Params,
+    x: Float32[Array, "b t d"],
+    previous: Float32[Array, "b t d"],
+    v_first: Float32[Array, "b t hv"] | None,
+    config: Config,
+) -> tuple[tuple[Array, ...], Array, Array, Array]:
+    """The recurrence's inputs, the output gate, the current token's bonus, and layer 0's values."""
+    mixed = x + (previous - x) * params["x_rwkvag"].astype(jnp.float32)[:, None, None]
+    x_r, x_w, x_k, x_v, x_a, x_g = mixed
+    r = product(x_r, params["receptance"])
+    k = product(x_k, params["key"])
+    v = product(x_v, params["value"])
+    log_w = -DECAY_SCALE * jax.nn.sigmoid(_low_rank(params, "w", x_w, jnp.tanh))
+    iclr = jax.nn.sigmoid(_low_rank(params, "a", x_a))
+    gate = product(jax.nn.sigmoid(product(x_g, params["g1"])), params["g2"])
+    if v_first is None:
+        v_first = v
+    else:
+        v = v + (v_first - v) * jax.nn.sigmoid(_low_rank(params, "v", x_v))
+    heads = partial(_split_heads, num_heads=config.num_heads)
+    removal = _unit_length(heads(k * params["k_k"]), config.fused_norm)
+    k = k * (1 + (iclr - 1) * params["k_a"])
+    r, log_w, k, v, iclr = map(heads, (r, log_w, k, v, iclr))
+    bonus = jnp.sum(r * k * params["r_k"], axis=-1, keepdims=True) * v
+    return (r, log_w, k, v, -removal, removal * iclr), gate, bonus, v_first
+
+
+def _low_rank(params: Params, name: str, x: Array, inner: object = None) -> Array:
+    down = product(x, params[f"{name}1"])
+    return params[f"{name}0"].astype(jnp.float32) + product(
+        inner(down) if callable(inner) else down, params[f"{name}2"]
+    )
+
+
+def _time_mix_output(params: Params, out: Array, gate: Array, bonus: Array, config: Config) -> Array:
+    out = group_norm(out, params["ln_x"], config.head_dim * config.norm_eps)
+    return product((out + bonus.reshape(out.shape)) * gate, params["output"])
+
+
+def _channel_mix(params: Params, x: Array, previous: Array) -> Array:
+    key = product(x + (previous - x) * params["x_k"].astype(jnp.float32), params["key"])
+    return product(jnp.square(jax.nn.relu(key)), params["value"])
+
+
+def _split_heads(x: Float32[Array, "b t hc"], num_heads: int) -> Float32[Array, "b t h c"]:
+    return x.reshape(*x.shape[:-1], num_heads, -1)
+
+
+def _unit_length(x: Float32[Array, "b t h k"], fused_norm: bool) -> Float32[Array, "b t h k"]:
+    """`x` divided by its length in the last axis, with either source's guard against zero."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    if fused_norm:
+        return x * jax.lax.rsqrt(square + 1e-6)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:
+    """Fresh weights to train from, spread as in the paper's appendix on initialisation.
+
+    Decay speeds and token-shift mixes vary over channels and layers; the output matrices start at zero,
+    so that each block begins as the identity.
+    """
+    spec = param_spec(config)
+    paths, tree = jax.tree_util.tree_flatten_with_path(spec)
+    keys = jax.random.split(key, len(paths))
+    leaves = [
+        _initial(tuple(_step_name(step) for step in path), leaf.shape, key, config).astype(dtype)
+        for (path, leaf), key in zip(paths, keys, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(tree, leaves)
+
+
+def _step_name(step: object) -> str | int:
+    return step.key if isinstance(step, jax.tree_util.DictKey) else step.idx
+
+
+def _initial(
+    path: tuple[str | int, ...], shape: tuple[int, ...], key: PRNGKeyArray, config: Config
+) -> Float32[Array, "..."]:
+    name = path[-1]
+    layer = path[1] if path[0] == "blocks" else 0
+    depth = layer / max(config.num_layers - 1, 1)
+    left = 1.0 - layer / config.num_layers
+    place = jnp.arange(shape[-1]) / shape[-1]
+    in_head = jnp.arange(shape[-1]) % config.head_dim / max(config.head_dim - 1, 1) - 0.5
+    zigzag = (2 * in_head) * jnp.abs(2 * in_head)
+    linear = jnp.arange(shape[-1]) / max(shape[-1] - 1, 1) - 0.5
+    if name == "scale":
+        return jnp.full(shape, ((1 + layer) / config.num_layers) ** 0.7 if path[-2] == "ln_x" else 1.0)
+    if name == "x_rwkvag":
+        powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+        return jnp.stack([1.0 - place ** (powers[mix] * left) for mix in MIXES])
+    if name == "x_k":
+        return 1.0 - place ** (left**4)
+    if name == "w0":
+        return -6.0 + 6.0 * (place ** (1 + depth**0.3)) + 0.5 + zigzag * 2.5
+    if name in ("a0", "v0"):
+        return -0.19 + zigzag * 0.3 + linear * 0.4 if name == "a0" else 0.73 - linear * 0.4
+    if name in ("k_k", "k_a"):
+        return jnp.full(shape, 1.02) if name == "k_a" else 0.71 - linear * 0.1
+    if name == "r_k":
+        return jnp.full(shape, -0.04)
+    if name in ("w1", "a1", "v1", "g1", "output", "bias") or path[-2:] == ("channel_mix", "value"):
+        return jnp.zeros(shape)
+    if name == "embedding":
+        return jax.random.uniform(key, shape, minval=-1e-4, maxval=1e-4)
+    if name in ("w2", "a2", "v2", "g2"):
+        return jax.nn.initializers.orthogonal(0.1)(key, shape)
+    gain = 0.5 * math.sqrt(max(1.0, shape[1] / shape[0])) if name == "head" else 1.0
+    return jax.nn.initializers.orthogonal(gain * math.sqrt(max(1.0, shape[1] / shape[0])))(key, shape)

@@ -1,0 +1,281 @@
+"""Sampling on the device: a pure function of logits, a lane's parameters, its position and its history.
+
+A lane is a running request's row in a small table beside the arena. The table keeps what a step needs to
+choose and judge a token without the host: the token to consume next, limits, stop ids, the random key, and
+counts of the tokens seen. Randomness is counter-based: the token after position `p` of a conversation is
+drawn with `fold_in(key, p)`, so a resumed conversation continues its stream and a fork may share it.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+PADDING_LANE = 0
+"""Always done; padded rows use it."""
+NUM_RESERVED_LANES = 1
+MAX_STOP_IDS = 64
+MAX_LOGIT_BIAS = 300
+MAX_TOP_LOGPROBS = 20
+
+IN_PROMPT = np.uint32(1 << 31)
+"""Bit of a history word that says the token stands in the prompt; the bits below count it in the output."""
+
+
+@flax.struct.dataclass
+class LaneParams:
+    """What a request asked for, one entry a lane.
+
+    Attributes:
+        remaining: tokens the lane may still sample.
+        min_remaining: tokens it must still sample before stop ids count.
+        key: raw threefry key of the request's seed and choice.
+        temperature: 0 takes the most likely token.
+        top_k: 0 is off. top_p: 1 is off. min_p: 0 is off.
+        repetition: 1 is off (CTRL, arXiv 1909.05858). presence, frequency: 0 is off (OpenAI's).
+        stop_ids: filled up with -1.
+        bias_ids, bias_values: logit bias, filled up with -1 and 0.
+        wants_logprobs: whether the request asked for log-probabilities.
+    """
+
+    remaining: Int32[Array, " n"]
+    min_remaining: Int32[Array, " n"]
+    key: UInt32[Array, "n 2"]
+    temperature: Float32[Array, " n"]
+    top_k: Int32[Array, " n"]
+    top_p: Float32[Array, " n"]
+    min_p: Float32[Array, " n"]
+    repetition: Float32[Array, " n"]
+    presence: Float32[Array, " n"]
+    frequency: Float32[Array, " n"]
+    stop_ids: Int32[Array, "n stops"]
+    bias_ids: Int32[Array, "n biases"]
+    bias_values: Float32[Array, "n biases"]
+    wants_logprobs: Bool[Array, " n"]
+
+
+@flax.struct.dataclass
+class Lanes:
+    """The table of running requests.
+
+    Attributes:
+        token: the token that the lane's next step consumes.
+        done: nothing more is sampled; the lane's writes go to the trash slot.
+        params: see `LaneParams`.
+        history: a word for each token id: `IN_PROMPT` and a count.
+    """
+
+    token: Int32[Array, " n"]
+    done: Bool[Array, " n"]
+    params: LaneParams
+    history: UInt32[Array, "n vocab"]
+
+
+@flax.struct.dataclass
+class Sampled:
+    """One step's outcome, one entry a row.
+
+    Attributes:
+        token: the token sampled; of no meaning where `live` is false.
+        live: whether the row was still running.
+        stopped: the token is one of the row's stop ids.
+        exhausted: it was the last token that the row may sample.
+        invalid: the row's logits hold NaN or infinity; the row is done.
+        logprob: of the token under the model's own distribution (before penalties and temperature).
+        top_ids, top_logprobs: the most likely tokens; zeros unless a row of the step asked.
+    """
+
+    token: Int32[Array, " b"]
+    live: Bool[Array, " b"]
+    stopped: Bool[Array, " b"]
+    exhausted: Bool[Array, " b"]
+    invalid: Bool[Array, " b"]
+    logprob: Float32[Array, " b"]
+    top_ids: Int32[Array, "b top"]
+    top_logprobs: Float32[Array, "b top"]
+
+
+def idle_params(num_lanes: int) -> LaneParams:
+    """Parameters of lanes that nobody uses, as numpy arrays: greedy, nothing remaining."""
+
+    def full(value: float, dtype: type, width: int | None = None) -> np.ndarray:
+        return np.full((num_lanes,) if width is None else (num_lanes, width), value, dtype)
+
+    return LaneParams(
+        remaining=full(0, np.int32),
+        min_remaining=full(0, np.int32),
+        key=full(0, np.uint32, 2),
+        temperature=full(0, np.float32),
+        top_k=full(0, np.int32),
+        top_p=full(1, np.float32),
+        min_p=full(0, np.float32),
+        repetition=full(1, np.float32),
+        presence=full(0, np.float32),
+        frequency=full(0, np.float32),
+        stop_ids=full(-1, np.int32, MAX_STOP_IDS),
+        bias_ids=full(-1, np.int32, MAX_LOGIT_BIAS),
+        bias_values=full(0, np.float32, MAX_LOGIT_BIAS),
+        wants_logprobs=full(False, bool),
+    )
+
+
+def allocate_lanes(num_lanes: int, vocab_size: int) -> Lanes:
+    """An empty table; every lane is done."""
+    return Lanes(
+        token=jnp.zeros((num_lanes,), jnp.int32),
+        done=jnp.ones((num_lanes,), bool),
+        params=jax.tree.map(jnp.array, idle_params(num_lanes)),
+        history=jnp.zeros((num_lanes, vocab_size), jnp.uint32),
+    )
+
+
+def seed_key(seed: UInt32[Array, "n 2"], choice: Int32[Array, " n"]) -> UInt32[Array, "n 2"]:
+    """Raw keys: choice `i` of a request uses `fold_in(seed, i)`."""
+
+    def one(words: Array, index: Array) -> Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.key_data(jax.random.fold_in(key, index))
+
+    return jax.vmap(one)(seed, choice)
+
+
+def sample(
+    logits: Float32[Array, "b vocab"],
+    lanes: Lanes,
+    lane_ids: Int32[Array, " b"],
+    positions: Int32[Array, " b"],
+) -> tuple[Sampled, Lanes]:
+    """Chooses each row's next token and updates its lane.
+
+    Args:
+        logits: of the model, one row a lane.
+        lanes: the table.
+        lane_ids: each row's lane; rows that pad the rectangle name `PADDING_LANE`.
+        positions: tokens that each row's conversation has consumed.
+    """
+    params = jax.tree.map(lambda leaf: leaf[lane_ids], lanes.params)
+    live = ~lanes.done[lane_ids]
+    invalid = live & ~jnp.all(jnp.isfinite(logits), axis=-1)
+    adjusted = _adjusted(logits, params, lanes.history, lane_ids)
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    random = params.temperature > 0
+    drawn = jax.lax.cond(jnp.any(random & live), lambda: _draw(adjusted, params, positions), lambda: greedy)
+    token = jnp.where(random, drawn, greedy)
+    stopped = live & jnp.any(token[:, None] == params.stop_ids, axis=-1) & (params.min_remaining <= 0)
+    exhausted = live & (params.remaining <= 1)
+    logprob, top_ids, top_logprobs = _log_probs(logits, token, jnp.any(params.wants_logprobs & live))
+    sampled = Sampled(token, live, stopped, exhausted, invalid, logprob, top_ids, top_logprobs)
+    return sampled, _advanced(lanes, lane_ids, sampled)
+
+
+def _advanced(lanes: Lanes, lane_ids: Array, sampled: Sampled) -> Lanes:
+    """The table after the step. Lanes that were done keep every field, so duplicates of the padding
+    lane write equal values."""
+    live = sampled.live
+    done = ~live | sampled.stopped | sampled.exhausted | sampled.invalid
+    spent = live.astype(jnp.int32)
+    return lanes.replace(
+        token=lanes.token.at[lane_ids].set(jnp.where(live, sampled.token, lanes.token[lane_ids])),
+        done=lanes.done.at[lane_ids].set(done),
+        params=lanes.params.replace(
+            remaining=lanes.params.remaining.at[lane_ids].add(-spent),
+            min_remaining=lanes.params.min_remaining.at[lane_ids].add(-spent),
+        ),
+        history=lanes.history.at[lane_ids, sampled.token].add(spent.astype(jnp.uint32)),
+    )
+
+
+def _adjusted(logits: Array, params: LaneParams, history: Array, lane_ids: Array) -> Array:
+    """Logits after penalties, bias, and the ban of stop ids that `min_tokens` asks for.
+
+    Each part runs only when a row of the step needs it, and leaves the bits of the other rows alone.
+    """
+    penalised = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+    def with_penalties(logits: Array) -> Array:
+        words = history[lane_ids]
+        count = (words & ~IN_PROMPT).astype(jnp.float32)
+        repetition = params.repetition[:, None]
+        seen = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        result = jnp.where(words > 0, seen, logits)
+        result = result - params.frequency[:, None] * count - params.presence[:, None] * (count > 0)
+        return jnp.where(penalised[:, None], result, logits)
+
+    def with_bias(logits: Array) -> Array:
+        rows = jnp.arange(logits.shape[0])[:, None]
+        ids = jnp.where(params.bias_ids < 0, logits.shape[1], params.bias_ids)
+        return logits.at[rows, ids].add(params.bias_values, mode="drop")
+
+    def without_stop_ids(logits: Array) -> Array:
+        rows = jnp.arange(logits.shape[0])[:, None]
+        banned = (params.stop_ids >= 0) & (params.min_remaining > 0)[:, None]
+        ids = jnp.where(banned, params.stop_ids, logits.shape[1])
+        return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+    logits = jax.lax.cond(jnp.any(penalised), with_penalties, lambda x: x, logits)
+    logits = jax.lax.cond(jnp.any(params.bias_ids >= 0), with_bias, lambda x: x, logits)
+    return jax.lax.cond(jnp.any(params.min_remaining > 0), without_stop_ids, lambda x: x, logits)
+
+
+def _draw(logits: Array, params: LaneParams, positions: Array) -> Int32[Array, " b"]:
+    """Gumbel-max draws from the filtered distribution at each row's temperature."""
+    scaled = logits / jnp.maximum(params.temperature, 1e-6)[:, None]
+    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+    kept = jax.lax.cond(
+        jnp.any(filtered), lambda: _kept(scaled, params), lambda: jnp.ones(scaled.shape, bool)
+    )
+
+    def noise(words: Array, position: Array) -> Array:
+        key = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, position), (logits.shape[1],), jnp.float32)
+
+    noisy = scaled + jax.vmap(noise)(params.key, positions)
+    return jnp.argmax(jnp.where(kept, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+
+
+def _kept(scaled: Array, params: LaneParams) -> Bool[Array, "b vocab"]:
+    """Which tokens pass top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082); ties share a fate.
+
+    The most likely token always passes, so `top_p=0` is greedy.
+    """
+    vocab = scaled.shape[1]
+    descending = -jnp.sort(-scaled, axis=-1)
+    probs = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs
+    last = jnp.sum(before < params.top_p[:, None], axis=-1) - 1
+    limit = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab) - 1
+    last = jnp.where(params.top_p < 1, jnp.maximum(last, 0), vocab - 1)
+    threshold = jnp.take_along_axis(descending, jnp.minimum(last, limit)[:, None], axis=-1)
+    relative = descending[:, :1] + jnp.log(params.min_p)[:, None]
+    kept = (scaled >= threshold) & (scaled >= relative)
+    return kept | (scaled >= descending[:, :1])
+
+
+def _log_probs(logits: Array, token: Array, wanted: Array) -> tuple[Array, Array, Array]:
+    rows, vocab = logits.shape
+    top = min(MAX_TOP_LOGPROBS, vocab)
+
+    def computed() -> tuple[Array, Array, Array]:
+        return top_log_probs(logits, token)
+
+    def absent() -> tuple[Array, Array, Array]:
+        return (
+            jnp.zeros((rows,), jnp.float32),
+            jnp.zeros((rows, top), jnp.int32),
+            jnp.zeros((rows, top), jnp.float32),
+        )
+
+    return jax.lax.cond(wanted, computed, absent)
+
+
+def top_log_probs(
+    logits: Float32[Array, "b vocab"], token: Int32[Array, " b"]
+) -> tuple[Float32[Array, " b"], Int32[Array, "b top"], Float32[Array, "b top"]]:
+    """Log-probability of each row's token, and the row's most likely tokens with theirs."""
+    log_probs = jax.nn.log_softmax(logits, axis=-1)
+    values, ids = jax.lax.top_k(log_probs, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    chosen = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
+    return chosen, ids.astype(jnp.int32), values
