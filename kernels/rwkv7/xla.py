@@ -22,32 +22,34 @@ def step_in_arena(
     write_slots: Int32[Array, " rows"],
     inputs: tuple[Float32[Array, "rows h c"], ...],
 ) -> tuple[Float32[Array, "rows h v"], Float32[Array, "s l h k v"]]:
-    """One token a row, row by row, straight in the arena.
+    """One token a row, one head after the other, straight in the arena.
 
-    A loop over rows touches one row's matrices at a time, which stay in the core's cache from read to
-    write: on a CPU this takes half the time of gather, update and scatter over all rows.
+    A head's matrix stays in the first-level cache from read to write: on a CPU this takes under half the
+    time of gather, update and scatter over all rows.
     """
     r, log_w, k, v, a, b = inputs
     w = jnp.exp(log_w)
-    _, _, *matrix = arena.shape
+    num_rows, num_heads, _ = k.shape
+    _, _, _, *matrix = arena.shape
+    index_dtype = read_slots.dtype
+    at_layer, zero = jnp.asarray(layer, index_dtype), jnp.zeros((), index_dtype)
 
-    def one_row(row: Int32[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def one_head(index: Int32[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
         arena, y = carry
-        zero = jnp.zeros((), read_slots.dtype)
-        at_layer = jnp.asarray(layer, read_slots.dtype)
-        start = (read_slots[row], at_layer, zero, zero, zero)
-        state = jax.lax.dynamic_slice(arena, start, (1, 1, *matrix))[0, 0]
-        removed = _einsum("hk,hkv->hv", a[row], state)
+        row, head = index // num_heads, index % num_heads
+        place = (read_slots[row], at_layer, head.astype(index_dtype), zero, zero)
+        state = jax.lax.dynamic_slice(arena, place, (1, 1, 1, *matrix))[0, 0, 0]
+        removed = _einsum("k,kv->v", a[row, head], state)
         state = (
-            w[row][..., None] * state
-            + b[row][..., None] * removed[:, None, :]
-            + k[row][..., None] * v[row][:, None, :]
+            w[row, head][:, None] * state
+            + b[row, head][:, None] * removed[None, :]
+            + k[row, head][:, None] * v[row, head][None, :]
         )
-        y = y.at[row].set(_einsum("hk,hkv->hv", r[row], state))
-        start = (write_slots[row], at_layer, zero, zero, zero)
-        return jax.lax.dynamic_update_slice(arena, state[None, None], start), y
+        y = y.at[row, head].set(_einsum("k,kv->v", r[row, head], state))
+        place = (write_slots[row], *place[1:])
+        return jax.lax.dynamic_update_slice(arena, state[None, None, None], place), y
 
-    arena, y = jax.lax.fori_loop(0, v.shape[0], one_row, (arena, jnp.zeros_like(v)))
+    arena, y = jax.lax.fori_loop(0, num_rows * num_heads, one_head, (arena, jnp.zeros_like(v)))
     return y, arena
 
 

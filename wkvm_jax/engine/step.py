@@ -283,7 +283,7 @@ class Device:
         }
         if name == "step":
             step = partial(sampling_step, model=self.model)
-            return step, (1, 2), (self.params, self.arena, self.lanes, self._padded_step_rows(shape[0]))
+            return step, (1, 2), (self.params, self.arena, self.lanes, self.padded_step_rows(shape[0]))
         if name == "prompt":
             step = partial(prompt_step, model=self.model)
             return step, (1,), (self.params, self.arena, self._padded_prompt_rows(shape))
@@ -293,7 +293,7 @@ class Device:
         jax.block_until_ready(self.arena)
         started = time.perf_counter()
         if shape[1] == 1:
-            result: object = self._run_step(self._padded_step_rows(shape[0]), shape)
+            result: object = self.run_step(self.padded_step_rows(shape[0]), shape)
         else:
             result = self._run_prompt(self._padded_prompt_rows(shape), shape)
         jax.block_until_ready((result, self.arena))
@@ -313,7 +313,7 @@ class Device:
             jax.block_until_ready(self.arena)
             started = time.perf_counter()
         if rectangle.num_tokens == 1:
-            result: Sampled | Scores = self._run_step(self._step_rows(rectangle), shape)
+            result: Sampled | Scores = self.run_step(self._step_rows(rectangle), shape)
         else:
             result = self._run_prompt(self._prompt_rows(rectangle), shape)
         if measure:
@@ -321,7 +321,7 @@ class Device:
             self._cost_s[shape] = time.perf_counter() - started
         return result
 
-    def _run_step(self, rows: StepRows, shape: Shape) -> Sampled:
+    def run_step(self, rows: StepRows, shape: Shape) -> Sampled:
         step = self._get("step", shape)
         self.arena, self.lanes, sampled = step(self.params, self.arena, self.lanes, rows)
         return sampled
@@ -343,7 +343,7 @@ class Device:
             self.arena = self._get("copy_slots")(self.arena, pairs)
 
     def _step_rows(self, rectangle: Rectangle) -> StepRows:
-        rows = self._padded_step_rows(rectangle.num_rows)
+        rows = self.padded_step_rows(rectangle.num_rows)
         for index, row in enumerate(rectangle.rows):
             rows.lane_ids[index] = row.sequence.lane
             rows.read_slots[index] = row.read_slot
@@ -366,7 +366,7 @@ class Device:
                 rows.batch.page_table[index, : len(sequence.pages)] = sequence.pages
         return rows
 
-    def _padded_step_rows(self, num_rows: int) -> StepRows:
+    def padded_step_rows(self, num_rows: int) -> StepRows:
         return StepRows(
             lane_ids=np.full(num_rows, PADDING_LANE, np.int32),
             read_slots=np.full(num_rows, INITIAL_SLOT, np.int32),

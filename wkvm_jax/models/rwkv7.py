@@ -213,8 +213,8 @@ def _time_mix_inputs(
     config: Config,
 ) -> tuple[tuple[Array, ...], Array, Array, Array]:
     """The recurrence's inputs, the output gate, the current token's bonus, and layer 0's values."""
-    mixed = x + (previous - x) * params["x_rwkvag"].astype(jnp.float32)[:, None, None]
-    x_r, x_w, x_k, x_v, x_a, x_g = mixed
+    mixes, change = params["x_rwkvag"].astype(jnp.float32), previous - x
+    x_r, x_w, x_k, x_v, x_a, x_g = (x + change * mixes[index] for index in range(len(MIXES)))
     r = product(x_r, params["receptance"])
     k = product(x_k, params["key"])
     v = product(x_v, params["value"])

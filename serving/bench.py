@@ -1,0 +1,163 @@
+"""`wkvm bench`: tokens a second, with what they cost in memory."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import statistics
+import time
+
+import jax
+import numpy as np
+
+from wkvm_jax.api import Engine
+from wkvm_jax.config import EngineConfig
+from wkvm_jax.engine.engine import Engine as RunningEngine
+from wkvm_jax.engine.request import SamplingParams
+from wkvm_jax.engine.step import Device, NewLanes, Sizes
+from wkvm_jax.models.loading import load
+from wkvm_jax.models.model import Model
+from wkvm_jax.sampling import NUM_RESERVED_LANES, idle_params
+from wkvm_jax.serving.progress import loading_progress
+from wkvm_jax.state import NUM_RESERVED_SLOTS
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeResult:
+    """One batch size's medians."""
+
+    rows: int
+    step_tokens_per_s: float
+    engine_tokens_per_s: float
+    engine_share: float
+    step_ms: float
+
+
+def bench_decode(arguments: argparse.Namespace) -> int:
+    """Bare step and engine take turns, round by round, so that a noisy machine treats them alike."""
+    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    results = [decode_speed(model, rows, arguments.steps, arguments.rounds) for rows in arguments.rows]
+    memory = _memory(model, max(arguments.rows))
+    if arguments.json:
+        for result in results:
+            print(json.dumps(dataclasses.asdict(result) | memory | _platform(model, arguments.rounds)))
+        return 0
+    print(_describe(model, arguments.rounds))
+    print(f"{'rows':>5} {'step tok/s':>12} {'engine tok/s':>13} {'engine/step':>12} {'step ms':>9}")
+    for r in results:
+        print(
+            f"{r.rows:>5} {r.step_tokens_per_s:>12,.0f} {r.engine_tokens_per_s:>13,.0f} "
+            f"{r.engine_share:>11.0%} {r.step_ms:>9.2f}"
+        )
+    print(
+        f"memory: weights {memory['weights_mib']:.1f} MiB, a state {memory['state_mib']:.3f} MiB, "
+        f"arena {memory['arena_mib']:.1f} MiB, process at its peak {memory['peak_process_mib']:.0f} MiB"
+    )
+    return 0
+
+
+def bench_prefill(arguments: argparse.Namespace) -> int:
+    """Prompts of given lengths, one at a time, to the end of the prompt."""
+    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    rng = np.random.default_rng(0)
+    if not arguments.json:
+        print(_describe(model, arguments.rounds))
+        print(f"{'length':>8} {'tokens/s':>12} {'ms':>10}")
+    with Engine(model, config=EngineConfig(num_slots=4, max_rows=1)) as engine:
+        for length in arguments.lengths:
+            seconds = []
+            for _ in range(arguments.rounds + 1):
+                prompt = rng.integers(1, model.config.vocab_size, length).tolist()
+                started = time.perf_counter()
+                engine.submit(prompt, max_tokens=0).result()
+                seconds.append(time.perf_counter() - started)
+            # The first round compiles.
+            median_s = statistics.median(seconds[1:])
+            if arguments.json:
+                row = {"length": length, "tokens_per_s": length / median_s, "ms": median_s * 1e3}
+                print(json.dumps(row | _platform(model, arguments.rounds)))
+            else:
+                print(f"{length:>8} {length / median_s:>12,.0f} {median_s * 1e3:>10.1f}")
+    return 0
+
+
+def decode_speed(model: Model, rows: int, steps: int, rounds: int) -> DecodeResult:
+    """Tokens a second of `rows` greedy rows, bare and through the engine; medians over rounds."""
+    max_rows = 1 << (rows - 1).bit_length()
+    bare = BareStep(model, rows, max_rows)
+    bare_s, engine_s = [], []
+    with Engine(model, config=EngineConfig(num_slots=2 * max_rows, max_rows=max_rows)) as engine:
+        _engine_seconds(engine, rows, 4)
+        bare.seconds(4)
+        for _ in range(rounds):
+            bare_s.append(bare.seconds(steps))
+            engine_s.append(_engine_seconds(engine, rows, steps))
+    step_rate = rows * steps / statistics.median(bare_s)
+    engine_rate = rows * steps / statistics.median(engine_s)
+    return DecodeResult(
+        rows, step_rate, engine_rate, engine_rate / step_rate, 1e3 * statistics.median(bare_s) / steps
+    )
+
+
+class BareStep:
+    """The jitted step alone: the same program as the engine's, dispatched in a plain loop."""
+
+    def __init__(self, model: Model, rows: int, bucket: int) -> None:
+        self._device = Device(model, Sizes(rows + NUM_RESERVED_SLOTS, 0, rows + NUM_RESERVED_LANES, 0))
+        slots = np.arange(rows, dtype=np.int32)
+        self._rows = self._device.padded_step_rows(bucket)
+        self._rows.lane_ids[:rows] = slots + NUM_RESERVED_LANES
+        self._rows.read_slots[:rows] = self._rows.write_slots[:rows] = slots + NUM_RESERVED_SLOTS
+        self._bucket = bucket
+        self._num_rows = rows
+
+    def seconds(self, steps: int) -> float:
+        """Seconds for `steps` steps, all results on the host at the end."""
+        self._device.set_lanes([self._lane(row, steps + 1) for row in range(self._num_rows)])
+        jax.block_until_ready(self._device.lanes)
+        started = time.perf_counter()
+        for _ in range(steps):
+            sampled = self._device.run_step(self._rows, (self._bucket, 1))
+        np.asarray(sampled.token)
+        return time.perf_counter() - started
+
+    def _lane(self, row: int, remaining: int) -> NewLanes:
+        params = idle_params(1)
+        params.remaining[0] = remaining
+        zero = np.zeros(1, np.int32)
+        return NewLanes(zero + row + NUM_RESERVED_LANES, zero + 1, np.zeros((1, 2), np.uint32), zero, params)
+
+
+def _engine_seconds(engine: RunningEngine, rows: int, steps: int) -> float:
+    params = SamplingParams(max_tokens=steps, ignore_eos=True)
+    started = time.perf_counter()
+    engine.generate([[1]] * rows, params=params)
+    return time.perf_counter() - started
+
+
+def _memory(model: Model, rows: int) -> dict[str, float]:
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    state = model.state_spec.slot_bytes
+    slots = 2 * (1 << (rows - 1).bit_length()) + NUM_RESERVED_SLOTS
+    return {
+        "weights_mib": weights / 2**20,
+        "state_mib": state / 2**20,
+        "arena_mib": slots * state / 2**20,
+        "peak_process_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _platform(model: Model, rounds: int) -> dict[str, str | int]:
+    device = jax.devices()[0]
+    return {"model": model.name, "device": device.device_kind, "jax": jax.__version__, "rounds": rounds}
+
+
+def _describe(model: Model, rounds: int) -> str:
+    values = _platform(model, rounds)
+    dtype = jax.tree.leaves(model.params)[0].dtype
+    return (
+        f"{values['model']}, {dtype} weights, greedy, on {values['device']}, JAX {values['jax']}; "
+        f"medians of {rounds} rounds"
+    )
