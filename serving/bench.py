@@ -19,9 +19,10 @@ from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.step import Device, NewLanes, Sizes
 from wkvm_jax.models.loading import load
 from wkvm_jax.models.model import Model
-from wkvm_jax.sampling import NUM_RESERVED_LANES, idle_params
+from wkvm_jax.sampling import NUM_RESERVED_LANES, PADDING_LANE, LaneParams, idle_fields
 from wkvm_jax.serving.progress import loading_progress
-from wkvm_jax.state import NUM_RESERVED_SLOTS
+from wkvm_jax.state import INITIAL_SLOT, NUM_RESERVED_SLOTS, TRASH_SLOT
+from wkvm_jax.types import from_host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +107,15 @@ class BareStep:
 
     def __init__(self, model: Model, rows: int, bucket: int) -> None:
         self._device = Device(model, Sizes(rows + NUM_RESERVED_SLOTS, 0, rows + NUM_RESERVED_LANES, 0))
-        slots = np.arange(rows, dtype=np.int32)
-        self._rows = self._device.padded_step_rows(bucket)
-        self._rows.lane_ids[:rows] = slots + NUM_RESERVED_LANES
-        self._rows.read_slots[:rows] = self._rows.write_slots[:rows] = slots + NUM_RESERVED_SLOTS
+        index = np.arange(bucket, dtype=np.int32)
+        own = index < rows
+        slots = np.where(own, index + NUM_RESERVED_SLOTS, INITIAL_SLOT)
+        self._rows = dataclasses.replace(
+            self._device.step_rows((), bucket),
+            lane_ids=from_host(np.where(own, index + NUM_RESERVED_LANES, PADDING_LANE)),
+            read_slots=from_host(slots),
+            write_slots=from_host(np.where(own, slots, TRASH_SLOT)),
+        )
         self._bucket = bucket
         self._num_rows = rows
 
@@ -124,10 +130,16 @@ class BareStep:
         return time.perf_counter() - started
 
     def _lane(self, row: int, remaining: int) -> NewLanes:
-        params = idle_params(1)
-        params.remaining[0] = remaining
+        fields = idle_fields(1)
+        fields["remaining"][0] = remaining
         zero = np.zeros(1, np.int32)
-        return NewLanes(zero + row + NUM_RESERVED_LANES, zero + 1, np.zeros((1, 2), np.uint32), zero, params)
+        return NewLanes(
+            lane_ids=from_host(zero + row + NUM_RESERVED_LANES),
+            token=from_host(zero + 1),
+            seed=from_host(np.zeros((1, 2), np.uint32)),
+            choice=from_host(zero),
+            params=LaneParams(**{name: from_host(field) for name, field in fields.items()}),
+        )
 
 
 def _engine_seconds(engine: RunningEngine, rows: int, steps: int) -> float:

@@ -78,7 +78,8 @@ def show_memory(engine: RunningEngine) -> None:
         print(f"{text}{output.text}")
     print(
         f"[the state: {record.bytes / 1024:.0f} KiB, whatever the length of the conversation; "
-        f"each question read {output.num_prompt_tokens} tokens, not the {output.num_cached_tokens} before them]"
+        f"each question read {output.num_prompt_tokens} tokens, not the "
+        f"{output.num_cached_tokens} before them]"
     )
 
 
@@ -111,7 +112,8 @@ def _describe(model: Model) -> str:
     import jax
 
     num_params = sum(leaf.size for leaf in jax.tree.leaves(model.params))
-    return f"{model.family.name}, {num_params / 1e6:.1f} M parameters, bytes for tokens, on {jax.devices()[0].device_kind}"
+    device = jax.devices()[0].device_kind
+    return f"{model.family.name}, {num_params / 1e6:.1f} M parameters, bytes for tokens, on {device}"
 
 
 def _heading(text: str) -> None:

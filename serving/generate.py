@@ -6,10 +6,13 @@ import argparse
 import sys
 
 from wkvm_jax.api import Engine
-from wkvm_jax.config import EngineConfig
+from wkvm_jax.config import DEFAULT_PREFILL_CHUNKS, EngineConfig
 from wkvm_jax.engine.request import SamplingParams
+from wkvm_jax.engine.submission import encoded
 from wkvm_jax.models.loading import load
 from wkvm_jax.serving.progress import loading_progress
+
+WIDEST_CHUNK = 256
 
 
 def generate(arguments: argparse.Namespace) -> int:
@@ -27,10 +30,13 @@ def generate(arguments: argparse.Namespace) -> int:
     )
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     model = load(arguments.model, arguments.dtype, progress=loading_progress())
-    # One row and the chunks that this prompt needs: nothing else is compiled.
-    config = EngineConfig(num_slots=2, max_rows=1)
+    prompt_ids = encoded(model, prompt)
+    chunk = next((size for size in DEFAULT_PREFILL_CHUNKS[:-1] if size >= len(prompt_ids) - 1), WIDEST_CHUNK)
+    config = EngineConfig(num_slots=2, max_rows=1, prefill_chunks=(chunk,))
     with Engine(model, config=config) as engine:
-        request = engine.submit(prompt, params=params)
+        # Only what this prompt needs, both shapes at the same time.
+        engine.compile([(1, chunk), (1, 1)] if len(prompt_ids) > 1 else [(1, 1)])
+        request = engine.submit(prompt_ids, params=params)
         for token in request:
             print(token.text, end="", flush=True)
         output = request.result()

@@ -169,7 +169,7 @@ class StreamOptions(_RequestBody):
 
 
 class CompletionRequest(_RequestBody):
-    """The body of `POST /v1/completions`. Fields that are not listed are ignored; null is as good as absent."""
+    """The body of `POST /v1/completions`. Unlisted fields are ignored; null is as good as absent."""
 
     prompt: Prompts = Field(
         description="Text or token ids, one prompt or several. Nothing is prepended. Empty only if `state` "

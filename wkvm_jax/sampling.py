@@ -25,8 +25,7 @@ IN_PROMPT = np.uint32(1 << 31)
 """Bit of a history word that says the token stands in the prompt; the bits below count it in the output."""
 
 
-@flax.struct.dataclass
-class LaneParams:
+class LaneParams(flax.struct.PyTreeNode):
     """What a request asked for, one entry a lane.
 
     Attributes:
@@ -57,8 +56,7 @@ class LaneParams:
     wants_logprobs: Bool[Array, " n"]
 
 
-@flax.struct.dataclass
-class Lanes:
+class Lanes(flax.struct.PyTreeNode):
     """The table of running requests.
 
     Attributes:
@@ -74,8 +72,7 @@ class Lanes:
     history: UInt32[Array, "n vocab"]
 
 
-@flax.struct.dataclass
-class Sampled:
+class Sampled(flax.struct.PyTreeNode):
     """One step's outcome, one entry a row.
 
     Attributes:
@@ -98,28 +95,28 @@ class Sampled:
     top_logprobs: Float32[Array, "b top"]
 
 
-def idle_params(num_lanes: int) -> LaneParams:
-    """Parameters of lanes that nobody uses, as numpy arrays: greedy, nothing remaining."""
+def idle_fields(num_lanes: int) -> dict[str, np.ndarray]:
+    """The fields of `LaneParams` for lanes that nobody uses: greedy, nothing remaining."""
 
-    def full(value: float, dtype: type, width: int | None = None) -> np.ndarray:
+    def full(value: int, dtype: type, width: int | None = None) -> np.ndarray:
         return np.full((num_lanes,) if width is None else (num_lanes, width), value, dtype)
 
-    return LaneParams(
-        remaining=full(0, np.int32),
-        min_remaining=full(0, np.int32),
-        key=full(0, np.uint32, 2),
-        temperature=full(0, np.float32),
-        top_k=full(0, np.int32),
-        top_p=full(1, np.float32),
-        min_p=full(0, np.float32),
-        repetition=full(1, np.float32),
-        presence=full(0, np.float32),
-        frequency=full(0, np.float32),
-        stop_ids=full(-1, np.int32, MAX_STOP_IDS),
-        bias_ids=full(-1, np.int32, MAX_LOGIT_BIAS),
-        bias_values=full(0, np.float32, MAX_LOGIT_BIAS),
-        wants_logprobs=full(False, bool),
-    )
+    return {
+        "remaining": full(0, np.int32),
+        "min_remaining": full(0, np.int32),
+        "key": full(0, np.uint32, 2),
+        "temperature": full(0, np.float32),
+        "top_k": full(0, np.int32),
+        "top_p": full(1, np.float32),
+        "min_p": full(0, np.float32),
+        "repetition": full(1, np.float32),
+        "presence": full(0, np.float32),
+        "frequency": full(0, np.float32),
+        "stop_ids": full(-1, np.int32, MAX_STOP_IDS),
+        "bias_ids": full(-1, np.int32, MAX_LOGIT_BIAS),
+        "bias_values": full(0, np.float32, MAX_LOGIT_BIAS),
+        "wants_logprobs": full(False, bool),
+    }
 
 
 def allocate_lanes(num_lanes: int, vocab_size: int) -> Lanes:
@@ -127,7 +124,7 @@ def allocate_lanes(num_lanes: int, vocab_size: int) -> Lanes:
     return Lanes(
         token=jnp.zeros((num_lanes,), jnp.int32),
         done=jnp.ones((num_lanes,), bool),
-        params=jax.tree.map(jnp.array, idle_params(num_lanes)),
+        params=LaneParams(**{name: jnp.array(field) for name, field in idle_fields(num_lanes).items()}),
         history=jnp.zeros((num_lanes, vocab_size), jnp.uint32),
     )
 

@@ -119,8 +119,7 @@ def _filled(leaf: LeafSpec, count: int) -> Array:
     return jnp.full((count, *leaf.shape), leaf.initial, leaf.dtype)
 
 
-@flax.struct.dataclass
-class State:
+class State(flax.struct.PyTreeNode):
     """A batch of states, or the engine's arena.
 
     Attributes:
@@ -149,8 +148,7 @@ class State:
         )
 
 
-@flax.struct.dataclass
-class Batch:
+class Batch(flax.struct.PyTreeNode):
     """One rectangle of rows x tokens and where its rows read and write.
 
     Apart from `TRASH_SLOT`, no slot that is written is another row's read or write slot.

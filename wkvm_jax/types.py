@@ -19,33 +19,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import jax
-from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+import numpy as np
 
 Params: TypeAlias = Mapping[str, object]
 """A pytree of arrays: nested mappings and tuples, as the family's `param_spec` lays it out."""
 
-Spec: TypeAlias = jax.ShapeDtypeStruct
 
-Tokens: TypeAlias = Int32[Array, "b t"]
-Rows: TypeAlias = Int32[Array, " b"]
-Hidden: TypeAlias = Float[Array, "b t d"]
-Logits: TypeAlias = Float32[Array, "*rows vocab"]
-
-__all__ = [
-    "Array",
-    "Bool",
-    "Float",
-    "Float32",
-    "Hidden",
-    "Int",
-    "Int32",
-    "Logits",
-    "Params",
-    "Rows",
-    "Spec",
-    "Tokens",
-    "UInt32",
-]
+def from_host(array: np.ndarray) -> jax.Array:
+    """A numpy array where a jitted function takes a `jax.Array`: it is moved when the function is called."""
+    return cast(jax.Array, array)

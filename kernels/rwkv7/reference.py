@@ -22,7 +22,8 @@ def recurrence_reference(
     `diag(w) + b a^T`; the model passes `a = -kappa` and `b = kappa * iclr`, with `kappa` of unit length.
 
     Args:
-        r, log_w, k, v, a, b: receptance, logarithm of the decay (at most 0), key, value and the two vectors of the rank-one term.
+        r, log_w, k, v, a, b: receptance, logarithm of the decay (at most 0), key, value and the two
+            vectors of the rank-one term.
         initial_state: the state before the first token.
 
     Returns:

@@ -115,7 +115,7 @@ def _inverse_of_unit_lower(strict: Float32[Array, "*batch c c"]) -> Float32[Arra
     With diagonal blocks already inverted to P and Q, `[[P, 0], [X, Q]]` has the inverse
     `[[P, 0], [-Q X P, Q]]`. Unlike the product of powers, this loses no accuracy when keys repeat.
     """
-    *batch, size, _ = strict.shape
+    size = strict.shape[-1]
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=strict.dtype), strict.shape)
     index = jnp.arange(size)
     block = 1

@@ -8,7 +8,8 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -79,7 +80,7 @@ class Engine:
                 pages_per_row=pages_per_row,
             ),
         )
-        shape = StateShape(spec.alternates, spec.page_size)
+        shape = StateShape(spec.alternates, spec.page_size, pages_per_row * spec.page_size)
         self._scheduler = Scheduler(config, shape, self._slots, self._pages, self._lanes, self._device.cost_s)
         self._in_flight: deque[tuple[Rectangle, object]] = deque()
         self._commands: deque[tuple[Callable[[], object], Future[object]]] = deque()

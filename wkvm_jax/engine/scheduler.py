@@ -19,10 +19,12 @@ class StateShape:
     Attributes:
         alternates: rows that are kept may take turns on two slots.
         page_size: tokens a page; 0 without paged leaves.
+        max_length: tokens that a row's page table reaches; of no meaning without paged leaves.
     """
 
     alternates: bool
     page_size: int = 0
+    max_length: int = 0
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size) if self.page_size else 0
@@ -118,6 +120,13 @@ class Scheduler:
 
     def check_fits(self, group: tuple[Sequence, ...]) -> None:
         """Raises `CapacityError`, with the numbers, for a group that an empty engine could not hold."""
+        longest = max(sequence.max_length for sequence in group)
+        if self._shape.page_size and longest > self._shape.max_length:
+            raise CapacityError(
+                "max_tokens",
+                f"the conversation may reach {longest} tokens; this engine's page tables reach "
+                f"{self._shape.max_length}. Ask for less, or raise tokens_per_slot",
+            )
         need = self.need(group)
         has = Need(self._slots.num_usable, self._lanes.num_usable, self._pages.num_usable)
         if need.slots > has.slots or need.lanes > has.lanes or need.pages > has.pages:

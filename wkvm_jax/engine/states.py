@@ -6,7 +6,8 @@ nothing. Until a durable store is attached, states live as long as the engine an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence as Seq
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, overload
 
 import jax
@@ -53,7 +54,7 @@ class StateStore:
         with self._engine.lock:
             return self._records.lineage(handle)
 
-    def token_ids(self, handle: str) -> list[int]:
+    def token_ids(self, handle: str) -> Seq[int]:
         """Every token of the state's conversation, the pending one included."""
         with self._engine.lock:
             return self._records.history(handle).all_ids()
@@ -272,7 +273,8 @@ def _check_state(expected: State, state: State, engine: Engine) -> None:
     have = {name: leaf.shape for name, leaf in state.leaves.items()} | {"num_tokens": state.num_tokens.shape}
     if want != have or set(expected.pools) != set(state.pools):
         raise StateMismatchError(
-            f"the state's leaves {have} do not fit this model, which has {want} and pools {sorted(expected.pools)}"
+            f"the state's leaves {have} do not fit this model, which has {want} "
+            f"and pools {sorted(expected.pools)}"
         )
     needed = engine.model.state_spec.pages_for(int(np.asarray(state.num_tokens)[0]))
     if state.num_pages < needed:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
-from wkvm_jax.engine.scheduler import Rectangle
+from wkvm_jax.engine.scheduler import Rectangle, Row
 from wkvm_jax.models.model import SCORE_CHUNK, Model
 from wkvm_jax.sampling import (
     IN_PROMPT,
@@ -26,7 +26,7 @@ from wkvm_jax.sampling import (
     Lanes,
     Sampled,
     allocate_lanes,
-    idle_params,
+    idle_fields,
     sample,
     seed_key,
     top_log_probs,
@@ -36,10 +36,11 @@ from wkvm_jax.state import (
     TRASH_SLOT,
     Batch,
     State,
+    StateSpec,
     copy_pages,
     copy_slots,
 )
-from wkvm_jax.types import Params
+from wkvm_jax.types import Params, from_host
 
 ADMIT_ROWS = 8
 """Lanes set in one dispatch."""
@@ -52,8 +53,7 @@ Shape = tuple[int, int]
 """Rows and tokens of a bucket."""
 
 
-@flax.struct.dataclass
-class StepRows:
+class StepRows(flax.struct.PyTreeNode):
     """The host's part of a sampling step; the tokens lie in the lanes."""
 
     lane_ids: Int32[Array, " b"]
@@ -62,8 +62,7 @@ class StepRows:
     page_table: Int32[Array, "b p"]
 
 
-@flax.struct.dataclass
-class PromptRows:
+class PromptRows(flax.struct.PyTreeNode):
     """The host's part of a wide step. `targets` are the tokens that follow, for scoring."""
 
     batch: Batch
@@ -71,8 +70,7 @@ class PromptRows:
     wants_scores: Bool[Array, ""]
 
 
-@flax.struct.dataclass
-class Scores:
+class Scores(flax.struct.PyTreeNode):
     """Log-probabilities of a prompt's tokens and of the likeliest in their places; zeros if unwanted."""
 
     logprob: Float32[Array, "b t"]
@@ -80,8 +78,7 @@ class Scores:
     top_logprobs: Float32[Array, "b t top"]
 
 
-@flax.struct.dataclass
-class NewLanes:
+class NewLanes(flax.struct.PyTreeNode):
     """Lanes to set: what requests asked for, and the token that each consumes first."""
 
     lane_ids: Int32[Array, " k"]
@@ -282,20 +279,20 @@ class Device:
             "write_page": (write_page, (0,), (self.arena, index, page)),
         }
         if name == "step":
-            step = partial(sampling_step, model=self.model)
-            return step, (1, 2), (self.params, self.arena, self.lanes, self.padded_step_rows(shape[0]))
+            sampling = partial(sampling_step, model=self.model)
+            return sampling, (1, 2), (self.params, self.arena, self.lanes, self.step_rows((), shape[0]))
         if name == "prompt":
-            step = partial(prompt_step, model=self.model)
-            return step, (1,), (self.params, self.arena, self._padded_prompt_rows(shape))
+            consuming = partial(prompt_step, model=self.model)
+            return consuming, (1,), (self.params, self.arena, self._prompt_rows((), shape))
         return signatures[name]
 
     def _timed(self, shape: Shape) -> float:
         jax.block_until_ready(self.arena)
         started = time.perf_counter()
         if shape[1] == 1:
-            result: object = self.run_step(self.padded_step_rows(shape[0]), shape)
+            result: object = self.run_step(self.step_rows((), shape[0]), shape)
         else:
-            result = self._run_prompt(self._padded_prompt_rows(shape), shape)
+            result = self._run_prompt(self._prompt_rows((), shape), shape)
         jax.block_until_ready((result, self.arena))
         return time.perf_counter() - started
 
@@ -313,9 +310,9 @@ class Device:
             jax.block_until_ready(self.arena)
             started = time.perf_counter()
         if rectangle.num_tokens == 1:
-            result: Sampled | Scores = self.run_step(self._step_rows(rectangle), shape)
+            result: Sampled | Scores = self.run_step(self.step_rows(rectangle.rows, shape[0]), shape)
         else:
-            result = self._run_prompt(self._prompt_rows(rectangle), shape)
+            result = self._run_prompt(self._prompt_rows(rectangle.rows, shape), shape)
         if measure:
             jax.block_until_ready((result, self.arena))
             self._cost_s[shape] = time.perf_counter() - started
@@ -342,48 +339,48 @@ class Device:
         for pairs in _padded_pairs(moves, TRASH_SLOT):
             self.arena = self._get("copy_slots")(self.arena, pairs)
 
-    def _step_rows(self, rectangle: Rectangle) -> StepRows:
-        rows = self.padded_step_rows(rectangle.num_rows)
-        for index, row in enumerate(rectangle.rows):
-            rows.lane_ids[index] = row.sequence.lane
-            rows.read_slots[index] = row.read_slot
-            rows.write_slots[index] = row.write_slot
-            if self.sizes.pages_per_row:
-                rows.page_table[index, : len(row.sequence.pages)] = row.sequence.pages
-        return rows
+    def step_rows(self, rows: Sequence[Row], num_rows: int) -> StepRows:
+        """Arrays for a sampling step; rows that are missing are padding."""
+        lane_ids = np.full(num_rows, PADDING_LANE, np.int32)
+        read_slots = np.full(num_rows, INITIAL_SLOT, np.int32)
+        write_slots = np.full(num_rows, TRASH_SLOT, np.int32)
+        for index, row in enumerate(rows):
+            assert row.sequence.lane is not None
+            lane_ids[index] = row.sequence.lane
+            read_slots[index] = row.read_slot
+            write_slots[index] = row.write_slot
+        pages = self._page_table(rows, num_rows)
+        return StepRows(from_host(lane_ids), from_host(read_slots), from_host(write_slots), pages)
 
-    def _prompt_rows(self, rectangle: Rectangle) -> PromptRows:
-        rows = self._padded_prompt_rows((rectangle.num_rows, rectangle.num_tokens))
-        for index, row in enumerate(rectangle.rows):
-            sequence, end = row.sequence, row.first + row.length
-            rows.batch.tokens[index, : row.length] = sequence.tokens[row.first : end]
-            rows.targets[index, : row.length] = sequence.tokens[row.first + 1 : end + 1]
-            rows.batch.lengths[index] = row.length
-            rows.batch.read_slots[index] = row.read_slot
-            rows.batch.write_slots[index] = row.write_slot
-            rows.wants_scores[...] |= sequence.params.prompt_logprobs
-            if self.sizes.pages_per_row:
-                rows.batch.page_table[index, : len(sequence.pages)] = sequence.pages
-        return rows
-
-    def padded_step_rows(self, num_rows: int) -> StepRows:
-        return StepRows(
-            lane_ids=np.full(num_rows, PADDING_LANE, np.int32),
-            read_slots=np.full(num_rows, INITIAL_SLOT, np.int32),
-            write_slots=np.full(num_rows, TRASH_SLOT, np.int32),
-            page_table=np.zeros((num_rows, self.sizes.pages_per_row), np.int32),
-        )
-
-    def _padded_prompt_rows(self, shape: Shape) -> PromptRows:
+    def _prompt_rows(self, rows: Sequence[Row], shape: Shape) -> PromptRows:
         num_rows, _ = shape
+        tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        lengths = np.zeros(num_rows, np.int32)
+        read_slots = np.full(num_rows, INITIAL_SLOT, np.int32)
+        write_slots = np.full(num_rows, TRASH_SLOT, np.int32)
+        for index, row in enumerate(rows):
+            sequence, end = row.sequence, row.first + row.length
+            tokens[index, : row.length] = sequence.tokens[row.first : end]
+            targets[index, : row.length] = sequence.tokens[row.first + 1 : end + 1]
+            lengths[index] = row.length
+            read_slots[index] = row.read_slot
+            write_slots[index] = row.write_slot
+        wants_scores = np.array(any(row.sequence.params.prompt_logprobs for row in rows))
         batch = Batch(
-            tokens=np.zeros(shape, np.int32),
-            lengths=np.zeros(num_rows, np.int32),
-            read_slots=np.full(num_rows, INITIAL_SLOT, np.int32),
-            write_slots=np.full(num_rows, TRASH_SLOT, np.int32),
-            page_table=np.zeros((num_rows, self.sizes.pages_per_row), np.int32),
+            tokens=from_host(tokens),
+            lengths=from_host(lengths),
+            read_slots=from_host(read_slots),
+            write_slots=from_host(write_slots),
+            page_table=self._page_table(rows, num_rows),
         )
-        return PromptRows(batch, targets=np.zeros(shape, np.int32), wants_scores=np.zeros((), bool))
+        return PromptRows(batch, from_host(targets), from_host(wants_scores))
+
+    def _page_table(self, rows: Sequence[Row], num_rows: int) -> Int32[Array, "b p"]:
+        table = np.zeros((num_rows, self.sizes.pages_per_row), np.int32)
+        if self.sizes.pages_per_row:
+            for index, row in enumerate(rows):
+                table[index, : len(row.sequence.pages)] = row.sequence.pages
+        return from_host(table)
 
     # Lanes ----------------------------------------------------------------------------------------
 
@@ -404,11 +401,13 @@ class Device:
             self.lanes = self._get("add_history")(self.lanes, np.int32(lane), ids)
 
     def _new_lane(self) -> NewLanes:
-        zero = np.zeros(1, np.int32)
-        return NewLanes(zero, zero, np.zeros((1, 2), np.uint32), zero, idle_params(1))
+        zero = from_host(np.zeros(1, np.int32))
+        idle = LaneParams(**{name: from_host(field) for name, field in idle_fields(1).items()})
+        return NewLanes(zero, zero, from_host(np.zeros((1, 2), np.uint32)), zero, idle)
 
     def _new_lanes(self) -> NewLanes:
-        return jax.tree.map(lambda leaf: np.repeat(leaf, ADMIT_ROWS, axis=0), self._new_lane())
+        new: NewLanes = jax.tree.map(lambda leaf: np.repeat(leaf, ADMIT_ROWS, axis=0), self._new_lane())
+        return new
 
     # States ---------------------------------------------------------------------------------------
 
@@ -431,7 +430,7 @@ class Device:
         return {name: pool[:0] for name, pool in self.arena.pools.items()}
 
 
-def _copy_slots(arena: State, copies: Array, *, spec: object) -> State:
+def _copy_slots(arena: State, copies: Array, *, spec: StateSpec) -> State:
     return copy_slots(arena, spec, copies)
 
 

@@ -14,16 +14,17 @@ from wkvm_jax.engine.step import NewLanes
 from wkvm_jax.engine.text import CONTEXT_TOKENS, RequestText
 from wkvm_jax.errors import RequestError
 from wkvm_jax.models.model import Model
-from wkvm_jax.sampling import idle_params
+from wkvm_jax.sampling import LaneParams, idle_fields
 from wkvm_jax.state import INITIAL_SLOT
 from wkvm_jax.store.records import TokenHistory, checked_name
+from wkvm_jax.types import from_host
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
     """Where a group begins: a state, its pending token, its handle, and its conversation so far."""
 
-    origin: Origin = Origin(INITIAL_SLOT)
+    origin: Origin = dataclasses.field(default_factory=lambda: Origin(INITIAL_SLOT))
     pending: int | None = None
     handle: str | None = None
     history: TokenHistory | None = None
@@ -164,27 +165,27 @@ def stop_ids(model: Model, params: SamplingParams) -> tuple[int, ...]:
 
 def new_lane(sequence: Sequence, model: Model) -> NewLanes:
     """A sequence's row of the sampler's table."""
-    params, fields = sequence.params, idle_params(1)
-    fields.remaining[0] = params.max_tokens
-    fields.min_remaining[0] = params.min_tokens
-    fields.temperature[0] = params.temperature
-    fields.top_k[0] = params.top_k
-    fields.top_p[0] = params.top_p
-    fields.min_p[0] = params.min_p
-    fields.repetition[0] = params.repetition_penalty
-    fields.presence[0] = params.presence_penalty
-    fields.frequency[0] = params.frequency_penalty
-    fields.wants_logprobs[0] = params.logprobs is not None
+    params, fields = sequence.params, idle_fields(1)
+    fields["remaining"][0] = params.max_tokens
+    fields["min_remaining"][0] = params.min_tokens
+    fields["temperature"][0] = params.temperature
+    fields["top_k"][0] = params.top_k
+    fields["top_p"][0] = params.top_p
+    fields["min_p"][0] = params.min_p
+    fields["repetition"][0] = params.repetition_penalty
+    fields["presence"][0] = params.presence_penalty
+    fields["frequency"][0] = params.frequency_penalty
+    fields["wants_logprobs"][0] = params.logprobs is not None
     ids = stop_ids(model, params)
-    fields.stop_ids[0, : len(ids)] = ids
-    fields.bias_ids[0, : len(params.logit_bias)] = list(params.logit_bias)
-    fields.bias_values[0, : len(params.logit_bias)] = list(params.logit_bias.values())
+    fields["stop_ids"][0, : len(ids)] = ids
+    fields["bias_ids"][0, : len(params.logit_bias)] = list(params.logit_bias)
+    fields["bias_values"][0, : len(params.logit_bias)] = list(params.logit_bias.values())
     seed = params.seed % (1 << 64)
     words = np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)
     return NewLanes(
-        lane_ids=np.array([sequence.lane], np.int32),
-        token=np.array([sequence.tokens[-1]], np.int32),
-        seed=words,
-        choice=np.array([sequence.choice], np.int32),
-        params=fields,
+        lane_ids=from_host(np.array([sequence.lane], np.int32)),
+        token=from_host(np.array([sequence.tokens[-1]], np.int32)),
+        seed=from_host(words),
+        choice=from_host(np.array([sequence.choice], np.int32)),
+        params=LaneParams(**{name: from_host(field) for name, field in fields.items()}),
     )

@@ -1,0 +1,1 @@
+"""Model families: what a checkpoint means, and how it runs."""

@@ -6,8 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from wkvm_jax.state import Batch, State, StateSpec
-from wkvm_jax.types import Array, Params
+from jax import Array
+
+from wkvm_jax.state import State, StateSpec
+from wkvm_jax.types import Params
 
 Shapes = Mapping[str, tuple[int, ...]]
 """A checkpoint's tensors: name to shape."""
@@ -41,16 +43,6 @@ class Layout:
     ignored: Callable[[str], bool]
 
 
-class Forward(Protocol):
-    def __call__(
-        self, params: Params, batch: Batch, state: State, *, config: FamilyConfig
-    ) -> tuple[Array, State]: ...
-
-
-class Head(Protocol):
-    def __call__(self, params: Params, hidden: Array, *, config: FamilyConfig) -> Array: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Family:
     """One model family.
@@ -66,8 +58,8 @@ class Family:
     """
 
     name: str
-    param_spec: Callable[[FamilyConfig], Params]
-    state_spec: Callable[[FamilyConfig], StateSpec]
-    forward: Forward
-    head: Head
+    param_spec: Callable[..., Params]
+    state_spec: Callable[..., StateSpec]
+    forward: Callable[..., tuple[Array, State]]
+    head: Callable[..., Array]
     layout: Callable[[Shapes, Mapping[str, object] | None], Layout | None]

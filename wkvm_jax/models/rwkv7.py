@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,26 @@ class Config:
         return self.value_dim // self.num_heads
 
 
+class BlockParams(TypedDict):
+    """One layer; `param_spec` tells the shapes."""
+
+    ln1: Mapping[str, Array]
+    ln2: Mapping[str, Array]
+    ln_x: Mapping[str, Array]
+    time_mix: Mapping[str, Array]
+    channel_mix: Mapping[str, Array]
+
+
+class ModelParams(TypedDict):
+    """The whole model; "head" is absent when it is the embedding."""
+
+    embedding: Array
+    ln0: Mapping[str, Array]
+    blocks: Sequence[BlockParams]
+    ln_out: Mapping[str, Array]
+    head: NotRequired[Array]
+
+
 def param_spec(config: Config) -> Params:
     """The parameter tree as `jax.ShapeDtypeStruct`s in float32; loaded weights may be bfloat16."""
     width, value = config.hidden_size, config.value_dim
@@ -114,13 +136,13 @@ def param_spec(config: Config) -> Params:
             "k_k": array(width),
             "k_a": array(width),
             "r_k": array(config.num_heads, config.head_dim),
-            "ln_x": norm(value),
         } | (value_residual if layer else {})
 
     def block(layer: int) -> Params:
         return {
             "ln1": norm(width),
             "ln2": norm(width),
+            "ln_x": norm(value),
             "time_mix": time_mix(layer),
             "channel_mix": {
                 "x_k": array(width),
@@ -159,7 +181,7 @@ def state_spec(config: Config) -> StateSpec:
 
 
 def forward(
-    params: Params,
+    params: ModelParams,
     batch: Batch,
     state: State,
     *,
@@ -188,7 +210,7 @@ def forward(
         )
         shifts.append(last_counted(y, shift[:, layer, 0], batch.lengths))
         out, wkv = recurrence(wkv, layer, batch, inputs)
-        x = x + _time_mix_output(block["time_mix"], out, gate, bonus, config)
+        x = x + _time_mix_output(block, out, gate, bonus, config)
         y = layer_norm(x, block["ln2"], config.norm_eps)
         x = x + _channel_mix(block["channel_mix"], y, previous_tokens(y, shift[:, layer, 1]))
         shifts.append(last_counted(y, shift[:, layer, 1], batch.lengths))
@@ -200,13 +222,15 @@ def forward(
     return hidden, state.replace(leaves=leaves, num_tokens=advance_num_tokens(state, batch))
 
 
-def head(params: Params, hidden: Float[Array, "*rows d"], *, config: Config) -> Float32[Array, "*rows vocab"]:
+def head(
+    params: ModelParams, hidden: Float[Array, "*rows d"], *, config: Config
+) -> Float32[Array, "*rows vocab"]:
     """Logits of the positions given."""
     return product(hidden, params["embedding"].T if config.tied_head else params["head"])
 
 
 def _time_mix_inputs(
-    params: Params,
+    params: Mapping[str, Array],
     x: Float32[Array, "b t d"],
     previous: Float32[Array, "b t d"],
     v_first: Float32[Array, "b t hv"] | None,
@@ -233,19 +257,19 @@ def _time_mix_inputs(
     return (r, log_w, k, v, -removal, removal * iclr), gate, bonus, v_first
 
 
-def _low_rank(params: Params, name: str, x: Array, inner: object = None) -> Array:
+def _low_rank(
+    params: Mapping[str, Array], name: str, x: Array, inner: Callable[[Array], Array] = lambda x: x
+) -> Array:
     down = product(x, params[f"{name}1"])
-    return params[f"{name}0"].astype(jnp.float32) + product(
-        inner(down) if callable(inner) else down, params[f"{name}2"]
-    )
+    return params[f"{name}0"].astype(jnp.float32) + product(inner(down), params[f"{name}2"])
 
 
-def _time_mix_output(params: Params, out: Array, gate: Array, bonus: Array, config: Config) -> Array:
-    out = group_norm(out, params["ln_x"], config.head_dim * config.norm_eps)
-    return product((out + bonus.reshape(out.shape)) * gate, params["output"])
+def _time_mix_output(block: BlockParams, out: Array, gate: Array, bonus: Array, config: Config) -> Array:
+    out = group_norm(out, block["ln_x"], config.head_dim * config.norm_eps)
+    return product((out + bonus.reshape(out.shape)) * gate, block["time_mix"]["output"])
 
 
-def _channel_mix(params: Params, x: Array, previous: Array) -> Array:
+def _channel_mix(params: Mapping[str, Array], x: Array, previous: Array) -> Array:
     key = product(x + (previous - x) * params["x_k"].astype(jnp.float32), params["key"])
     return product(jnp.square(jax.nn.relu(key)), params["value"])
 
@@ -272,21 +296,17 @@ def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float3
     paths, tree = jax.tree_util.tree_flatten_with_path(spec)
     keys = jax.random.split(key, len(paths))
     leaves = [
-        _initial(tuple(_step_name(step) for step in path), leaf.shape, key, config).astype(dtype)
+        _initial(jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape, key, config).astype(
+            dtype
+        )
         for (path, leaf), key in zip(paths, keys, strict=True)
     ]
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
-def _step_name(step: object) -> str | int:
-    return step.key if isinstance(step, jax.tree_util.DictKey) else step.idx
-
-
-def _initial(
-    path: tuple[str | int, ...], shape: tuple[int, ...], key: PRNGKeyArray, config: Config
-) -> Float32[Array, "..."]:
-    name = path[-1]
-    layer = path[1] if path[0] == "blocks" else 0
+def _initial(path: str, shape: tuple[int, ...], key: PRNGKeyArray, config: Config) -> Float32[Array, "..."]:
+    *_, group, name = ("", *path.split("."))
+    layer = int(path.split(".")[1]) if path.startswith("blocks.") else 0
     depth = layer / max(config.num_layers - 1, 1)
     left = 1.0 - layer / config.num_layers
     place = jnp.arange(shape[-1]) / shape[-1]
@@ -294,7 +314,7 @@ def _initial(
     zigzag = (2 * in_head) * jnp.abs(2 * in_head)
     linear = jnp.arange(shape[-1]) / max(shape[-1] - 1, 1) - 0.5
     if name == "scale":
-        return jnp.full(shape, ((1 + layer) / config.num_layers) ** 0.7 if path[-2] == "ln_x" else 1.0)
+        return jnp.full(shape, ((1 + layer) / config.num_layers) ** 0.7 if group == "ln_x" else 1.0)
     if name == "x_rwkvag":
         powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
         return jnp.stack([1.0 - place ** (powers[mix] * left) for mix in MIXES])
@@ -308,7 +328,7 @@ def _initial(
         return jnp.full(shape, 1.02) if name == "k_a" else 0.71 - linear * 0.1
     if name == "r_k":
         return jnp.full(shape, -0.04)
-    if name in ("w1", "a1", "v1", "g1", "output", "bias") or path[-2:] == ("channel_mix", "value"):
+    if name in ("w1", "a1", "v1", "g1", "output", "bias") or (group, name) == ("channel_mix", "value"):
         return jnp.zeros(shape)
     if name == "embedding":
         return jax.random.uniform(key, shape, minval=-1e-4, maxval=1e-4)

@@ -51,24 +51,33 @@ def _config_from_shapes(shapes: Shapes) -> Config:
         return 1
 
     layers = [int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d+)\.", name))]
-    sizes = {
-        "vocab_size": size(r"emb\.weight|head\.weight", 0),
-        "hidden_size": size(r"emb\.weight|head\.weight", -1),
-        "head_dim": size(r"blocks\.\d+\.att\.r_k", -1),
+    vocab_size = size(r"emb\.weight|head\.weight", 0)
+    hidden_size = size(r"emb\.weight|head\.weight", -1)
+    head_dim = size(r"blocks\.\d+\.att\.r_k", -1)
+    num_layers = max(layers) + 1
+    config = {
         "intermediate_size": size(r"blocks\.\d+\.ffn\.key\.weight", 0),
         "decay_rank": size(r"blocks\.\d+\.att\.w1", -1),
         "iclr_rank": size(r"blocks\.\d+\.att\.a1", -1),
+        "value_rank": size(r"blocks\.[1-9]\d*\.att\.v1", -1) if num_layers > 1 else 1,
         "gate_rank": size(r"blocks\.\d+\.att\.g1", -1),
     }
-    num_layers = max(layers) + 1
-    value_rank = size(r"blocks\.[1-9]\d*\.att\.v1", -1) if num_layers > 1 else 1
     if missing:
         raise ValueError(f"an RWKV-7 checkpoint without the tensors {', '.join(missing)}")
-    if sizes["hidden_size"] % sizes["head_dim"]:
-        raise ValueError(
-            f"att.r_k's head size {sizes['head_dim']} must divide the width {sizes['hidden_size']}"
-        )
-    return Config(**sizes, num_layers=num_layers, value_dim=sizes["hidden_size"], value_rank=value_rank)
+    if hidden_size % head_dim:
+        raise ValueError(f"att.r_k's head size {head_dim} must divide the width {hidden_size}")
+    return Config(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        head_dim=head_dim,
+        value_dim=hidden_size,
+        intermediate_size=config["intermediate_size"],
+        decay_rank=config["decay_rank"],
+        iclr_rank=config["iclr_rank"],
+        value_rank=config["value_rank"],
+        gate_rank=config["gate_rank"],
+    )
 
 
 def _blinkdl_table(config: Config) -> Mapping[str, object]:
@@ -89,7 +98,6 @@ def _blinkdl_table(config: Config) -> Mapping[str, object]:
             "k_k": _same(f"{at}k_k", width),
             "k_a": _same(f"{at}k_a", width),
             "r_k": _same(f"{at}r_k", heads, config.head_dim),
-            "ln_x": norm(f"{at}ln_x", value),
         }
         for lora in _loras(layer):
             rank, out = ranks[lora]
@@ -104,6 +112,7 @@ def _blinkdl_table(config: Config) -> Mapping[str, object]:
         return {
             "ln1": norm(f"{at}ln1", width),
             "ln2": norm(f"{at}ln2", width),
+            "ln_x": norm(f"{at}att.ln_x", value),
             "time_mix": time_mix(layer),
             "channel_mix": {
                 "x_k": _same(f"{at}ffn.x_k", width),
@@ -220,7 +229,6 @@ def _fla_table(config: Config, packed: bool) -> Mapping[str, object]:
             "k_k": _same(f"{at}k_k", width),
             "k_a": _same(f"{at}k_a", width),
             "r_k": _same(f"{at}r_k", heads, config.head_dim),
-            "ln_x": norm(f"{at}g_norm", value),
         }
         for lora in _loras(layer):
             rank, out = ranks[lora]
@@ -235,6 +243,7 @@ def _fla_table(config: Config, packed: bool) -> Mapping[str, object]:
         return {
             "ln1": norm(f"{at}attn_norm", width),
             "ln2": norm(f"{at}ffn_norm", width),
+            "ln_x": norm(f"{at}attn.g_norm", value),
             "time_mix": time_mix(layer),
             "channel_mix": {
                 "x_k": _same(f"{at}ffn.x_k", width),
