@@ -349,7 +349,7 @@ class Device:
             lane_ids[index] = row.sequence.lane
             read_slots[index] = row.read_slot
             write_slots[index] = row.write_slot
-        pages = self._page_table(rows, num_rows)
+        pages = from_host(self._page_table(rows, num_rows))
         return StepRows(from_host(lane_ids), from_host(read_slots), from_host(write_slots), pages)
 
     def _prompt_rows(self, rows: Sequence[Row], shape: Shape) -> PromptRows:
@@ -371,16 +371,16 @@ class Device:
             lengths=from_host(lengths),
             read_slots=from_host(read_slots),
             write_slots=from_host(write_slots),
-            page_table=self._page_table(rows, num_rows),
+            page_table=from_host(self._page_table(rows, num_rows)),
         )
         return PromptRows(batch, from_host(targets), from_host(wants_scores))
 
-    def _page_table(self, rows: Sequence[Row], num_rows: int) -> Int32[Array, "b p"]:
+    def _page_table(self, rows: Sequence[Row], num_rows: int) -> np.ndarray:
         table = np.zeros((num_rows, self.sizes.pages_per_row), np.int32)
         if self.sizes.pages_per_row:
             for index, row in enumerate(rows):
                 table[index, : len(row.sequence.pages)] = row.sequence.pages
-        return from_host(table)
+        return table
 
     # Lanes ----------------------------------------------------------------------------------------
 
@@ -444,7 +444,7 @@ def _padded_pairs(pairs: Sequence[tuple[int, int]], filler: int) -> list[np.ndar
     return result
 
 
-def _abstract(leaf: Array | np.ndarray | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
