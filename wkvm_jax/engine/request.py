@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 import time
 from collections import deque
@@ -116,8 +115,8 @@ def _integer(name: str, value: object, low: int, high: int) -> None:
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
-    valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not valid or not low <= float(str(value)) <= high:
+    # NaN lies in no range.
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high:
         raise RequestError(name, f"{name}={value!r} must be a number from {low:g} to {high:g}")
 
 

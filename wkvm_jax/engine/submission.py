@@ -56,8 +56,12 @@ class Prepared:
                 "prompt",
                 "the prompt is empty: give at least one token, or continue a state that has one pending",
             )
-        if len(requests) == 1:
-            return (self._sequence(requests[0], tokens, start, None, 0),)
+        if len(requests) == 1 or self.params.max_tokens == 0:
+            # Choices that sample nothing would end before a shared prefix is scored.
+            return tuple(
+                self._sequence(request, tokens, start, None, choice)
+                for choice, request in enumerate(requests)
+            )
         # The prefix consumes all but the last token; the last is each choice's own.
         prefix_params = dataclasses.replace(self.params, max_tokens=0, min_tokens=0)
         prefix = Sequence(None, prefix_params, tokens, start.origin, continues=start.pending is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 from wkvm_jax.tokenizers.detokenize import Detokenizer, HoldingDetokenizer
@@ -11,15 +12,18 @@ CONTEXT_TOKENS = 16
 
 
 class StopStrings:
-    """Finds the first stop string in a growing text and holds back what could become one.
+    """Finds the stop string that is complete first in a growing text, and holds back what could become one.
 
-    What `add` and `finish` return, joined, is the text up to the first stop string, however it was cut.
+    What `add` and `finish` return, joined, is the text up to that stop string, however it was cut. Of stop
+    strings that end together, the longest counts.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._prefixes = {stop[:length] for stop in stops for length in range(1, len(stop))}
-        self._longest = max((len(stop) for stop in stops), default=0)
+        self._stops = sorted(set(stops))
+        self._by_last_character: dict[str, list[str]] = {}
+        for stop in sorted(self._stops, key=len, reverse=True):
+            self._by_last_character.setdefault(stop[-1], []).append(stop)
+        self._longest = max(map(len, self._stops), default=0)
         self._held = ""
         self.found = False
 
@@ -28,14 +32,11 @@ class StopStrings:
         if not self._stops or self.found:
             return "" if self.found else piece
         text = self._held + piece
-        if armed:
-            cut = min((at for stop in self._stops if (at := text.find(stop)) >= 0), default=-1)
-            if cut >= 0:
-                self.found, self._held = True, ""
-                return text[:cut]
-            self._held = self._possible_start(text)
-        else:
-            self._held = ""
+        cut = self._first_stop(text, len(self._held)) if armed else None
+        if cut is not None:
+            self.found, self._held = True, ""
+            return text[:cut]
+        self._held = self._possible_start(text)
         return text[: len(text) - len(self._held)]
 
     def finish(self) -> str:
@@ -43,10 +44,22 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
+    def _first_stop(self, text: str, num_old: int) -> int | None:
+        """Where the first stop string begins that ends past the `num_old` characters known before."""
+        for end in range(num_old + 1, len(text) + 1):
+            for stop in self._by_last_character.get(text[end - 1], ()):
+                if text.endswith(stop, 0, end):
+                    return end - len(stop)
+        return None
+
     def _possible_start(self, text: str) -> str:
+        """The longest end of the text that a stop string begins with and goes on from."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if text[-length:] in self._prefixes:
-                return text[-length:]
+            end = text[-length:]
+            # In order, strings that begin with `end` follow it directly.
+            after = bisect.bisect_right(self._stops, end)
+            if after < len(self._stops) and self._stops[after].startswith(end):
+                return end
         return ""
 
 

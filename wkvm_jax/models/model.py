@@ -7,6 +7,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int
 
 from wkvm_jax.models.family import Family, FamilyConfig
@@ -70,7 +71,10 @@ class Model:
         return self.state_spec.allocate(batch_size, batch_size * pages)
 
     def __call__(
-        self, tokens: Int[Array, "b t"], state: State, lengths: Int[Array, " b"] | None = None
+        self,
+        tokens: Int[Array | np.ndarray, "b t"],
+        state: State,
+        lengths: Int[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float32[Array, "b t vocab"], State]:
         """Logits of every position, and the states after the last.
 
@@ -84,21 +88,26 @@ class Model:
     def apply(
         self,
         params: Params,
-        tokens: Int[Array, "b t"],
+        tokens: Int[Array | np.ndarray, "b t"],
         state: State,
-        lengths: Int[Array, " b"] | None = None,
+        lengths: Int[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float32[Array, "b t vocab"], State]:
         """As calling the model, with the weights given: the function to differentiate."""
         hidden, state = self._forward(params, tokens, state, lengths)
         return self.family.head(params, hidden, config=self.config), state
 
     def hidden(
-        self, tokens: Int[Array, "b t"], state: State, lengths: Int[Array, " b"] | None = None
+        self,
+        tokens: Int[Array | np.ndarray, "b t"],
+        state: State,
+        lengths: Int[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         """The final norm's output of every position, and the states after the last."""
         return self._jitted_hidden(self.params, tokens, state, lengths)
 
-    def score(self, tokens: Int[Array, "b t"], state: State | None = None) -> Float32[Array, "b t_minus_1"]:
+    def score(
+        self, tokens: Int[Array | np.ndarray, "b t"], state: State | None = None
+    ) -> Float32[Array, "b t_minus_1"]:
         """Log-probability of each token after the first, given those before it, in one pass.
 
         Args:
@@ -112,9 +121,10 @@ class Model:
         return self._jitted_score(self.params, jnp.asarray(tokens, jnp.int32), state)
 
     def _forward(
-        self, params: Params, tokens: Array, state: State, lengths: Array | None
+        self, params: Params, tokens: Array | np.ndarray, state: State, lengths: Array | np.ndarray | None
     ) -> tuple[Array, State]:
-        batch = identity_batch(jnp.asarray(tokens), state, lengths)
+        counted = None if lengths is None else jnp.asarray(lengths, jnp.int32)
+        batch = identity_batch(jnp.asarray(tokens, jnp.int32), state, counted)
         return self.family.forward(params, batch, state, config=self.config)
 
     @cached_property
@@ -136,7 +146,7 @@ class Model:
 
 
 def target_log_probs(
-    head: partial[Array], hidden: Float[Array, "b t d"], targets: Int[Array, "b t"]
+    head: partial[Array], hidden: Float[Array, "b t d"], targets: Int[Array | np.ndarray, "b t"]
 ) -> Float32[Array, "b t"]:
     """Log-probabilities of the targets, with logits of only `SCORE_CHUNK` positions alive at once."""
     rows, width, channels = hidden.shape
