@@ -75,6 +75,11 @@ examples:
     _add_model(parser)
     parser.add_argument("prompt", help="the text to continue; - reads it from standard input")
     parser.add_argument(
+        "--ids",
+        action="store_true",
+        help="the prompt is token ids, and ids are printed: for models without text",
+    )
+    parser.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens at most (default: 128)"
     )
     parser.add_argument(

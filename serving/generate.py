@@ -9,6 +9,7 @@ from wkvm_jax.api import Engine
 from wkvm_jax.config import DEFAULT_PREFILL_CHUNKS, EngineConfig
 from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.submission import encoded
+from wkvm_jax.errors import RequestError
 from wkvm_jax.models.loading import load
 from wkvm_jax.serving.progress import loading_progress
 
@@ -30,7 +31,7 @@ def generate(arguments: argparse.Namespace) -> int:
     )
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     model = load(arguments.model, arguments.dtype, progress=loading_progress())
-    prompt_ids = encoded(model, prompt)
+    prompt_ids = encoded(model, _ids(prompt) if arguments.ids else prompt)
     chunk = next((size for size in DEFAULT_PREFILL_CHUNKS[:-1] if size >= len(prompt_ids) - 1), WIDEST_CHUNK)
     config = EngineConfig(num_slots=2, max_rows=1, prefill_chunks=(chunk,))
     with Engine(model, config=config) as engine:
@@ -38,10 +39,18 @@ def generate(arguments: argparse.Namespace) -> int:
         engine.compile([(1, chunk), (1, 1)] if len(prompt_ids) > 1 else [(1, 1)])
         request = engine.submit(prompt_ids, params=params)
         for token in request:
-            print(token.text, end="", flush=True)
+            print(f"{token.token_id} " if arguments.ids else token.text, end="", flush=True)
         output = request.result()
     print()
     if output.error:
         print(f"wkvm: {output.error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    for word in words:
+        if not word.isascii() or not word.isdigit():
+            raise RequestError("prompt", f"--ids takes whole numbers; {word!r} is none")
+    return [int(word) for word in words]

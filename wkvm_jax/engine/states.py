@@ -17,8 +17,14 @@ import numpy as np
 from wkvm_jax.engine.request import Request
 from wkvm_jax.engine.sequence import Origin, Sequence
 from wkvm_jax.engine.submission import Start
-from wkvm_jax.errors import RequestError, StateMismatchError, UnknownRequestError, WkvmError
-from wkvm_jax.state import State
+from wkvm_jax.errors import (
+    RequestError,
+    StateMismatchError,
+    UnknownHandleError,
+    UnknownRequestError,
+    WkvmError,
+)
+from wkvm_jax.state import State, StateSpec
 from wkvm_jax.store.records import NewRecord, Record, RecordStore, TokenHistory, checked_name
 
 if TYPE_CHECKING:
@@ -36,6 +42,7 @@ class StateStore:
         self._engine = engine
         self._records = records
         self._places: dict[str, Origin] = {}
+        self._lost: dict[str, str] = {}
 
     # Asking -----------------------------------------------------------------------------------------
 
@@ -47,17 +54,17 @@ class StateStore:
     def get(self, handle: str) -> Record:
         """The record of a state."""
         with self._engine.lock:
-            return self._records.get(handle)
+            return self._record(handle)
 
     def lineage(self, handle: str) -> tuple[Seq[Record], Seq[tuple[str, str]]]:
         """The states that this one came from, itself included, and (parent, child) edges between them."""
         with self._engine.lock:
-            return self._records.lineage(handle)
+            return self._records.lineage(self._record(handle).handle)
 
     def token_ids(self, handle: str) -> Seq[int]:
         """Every token of the state's conversation, the pending one included."""
         with self._engine.lock:
-            return self._records.history(handle).all_ids()
+            return self._records.history(self._record(handle).handle).all_ids()
 
     # Making -----------------------------------------------------------------------------------------
 
@@ -96,7 +103,7 @@ class StateStore:
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise RequestError("n", f"{n=} must be a positive integer")
         with self._engine.lock:
-            parent = self._records.get(handle)
+            parent = self._record(handle)
             children = [self._fork_one(parent, name) for _ in range(n)]
         return children[0] if n == 1 else children
 
@@ -108,7 +115,7 @@ class StateStore:
             NoFreeSlotError: no slot is free.
         """
         checked_name(name)
-        _check_state(self._engine.model.state_spec.allocate(1), state, self._engine)
+        _check_state(self._engine.model.state_spec, state)
         return self._engine.call(lambda: self._put(name, state))
 
     def load(self, handle: str, max_length: int | None = None) -> State:
@@ -119,29 +126,32 @@ class StateStore:
             max_length: tokens it may grow to; matters for models with paged leaves.
         """
         with self._engine.lock:
-            record = self._records.get(handle)
+            record = self._record(handle)
             place = self._places[record.handle]
             state = self._engine.device.load(place.slot, place.pages)
         spec = self._engine.model.state_spec
         missing = spec.pages_for(max_length or place.num_tokens) - len(place.pages)
         if missing <= 0:
             return state
-        room = spec.allocate(1, missing).pools
-        return state.replace(
-            pools={name: jnp.concatenate([pool, room[name]]) for name, pool in state.pools.items()}
-        )
+        # On the host, so that nothing is compiled for each number of pages.
+        room = {
+            name: np.full((missing, *leaf.shape), leaf.initial, leaf.dtype)
+            for name, leaf in spec.paged.items()
+        }
+        pools = {name: jnp.asarray(np.concatenate([pool, room[name]])) for name, pool in state.pools.items()}
+        return state.replace(pools=pools)
 
     # Changing ---------------------------------------------------------------------------------------
 
     def pin(self, handle: str, pinned: bool = True) -> Record:
         """Protects a state from deletion, or ends that."""
         with self._engine.lock:
-            return self._records.update(handle, pinned=pinned)
+            return self._records.update(self._record(handle).handle, pinned=pinned)
 
     def tag(self, handle: str, tags: Seq[str]) -> Record:
         """Replaces a state's tags."""
         with self._engine.lock:
-            return self._records.update(handle, tags=tags)
+            return self._records.update(self._record(handle).handle, tags=tags)
 
     def delete(self, handle: str) -> None:
         """Forgets a state. Requests that continue it, and states forked from it, are not disturbed.
@@ -150,7 +160,7 @@ class StateStore:
             StatePinnedError: it is pinned.
         """
         with self._engine.lock:
-            record = self._records.delete(handle)
+            record = self._records.delete(self._record(handle).handle)
             self._engine.scheduler.release(self._places.pop(record.handle))
 
     # For the engine ---------------------------------------------------------------------------------
@@ -163,7 +173,7 @@ class StateStore:
         """
         if handle is None:
             return Start()
-        record = self._records.get(handle)
+        record = self._record(handle)
         fingerprint = self._engine.model.fingerprint
         if record.fingerprint != fingerprint:
             raise StateMismatchError(
@@ -184,17 +194,27 @@ class StateStore:
         )
 
     def lose_all(self, error: WkvmError) -> None:
-        """Forgets every state after the arena was lost."""
+        """Forgets every state after the arena was lost; whoever asks for one is told why."""
         for record in self._records.list():
+            self._lost |= {record.name: str(error), record.handle: str(error)}
             self._records.update(record.handle, pinned=False)
             self._records.delete(record.handle)
             self._engine.scheduler.release(self._places.pop(record.handle))
 
     # Inside -----------------------------------------------------------------------------------------
 
+    def _record(self, handle: str) -> Record:
+        try:
+            return self._records.get(handle)
+        except UnknownHandleError as unknown:
+            if handle in self._lost:
+                raise UnknownHandleError(f"the state {handle!r} was lost: {self._lost[handle]}") from unknown
+            raise
+
     def _snapshot(self, request: Request, name: str) -> Record:
         sequence = self._engine.sequence_of(request)
-        if sequence is None or sequence.finished or not sequence.slots or sequence.num_to_prefill:
+        reading = sequence is not None and (sequence.parent is not None or sequence.num_to_prefill > 0)
+        if sequence is None or sequence.finished or not sequence.slots or reading:
             raise UnknownRequestError(
                 f"request {request.id} is not generating: it has ended, waits, or still reads its prompt"
             )
@@ -235,7 +255,8 @@ class StateStore:
     ) -> Record:
         parents = (sequence.origin_handle,) if sequence.origin_handle else ()
         new = self._new_record(name, parents, operation, params, place.num_tokens + 1, sequence.tokens[-1])
-        own = tuple(sequence.prefix_tokens) + tuple(sequence.tokens[sequence.continues :])
+        # A continued state's pending token stands in its history already.
+        own = (*sequence.prefix_tokens, *sequence.tokens)[sequence.continues :]
         return self._file(new, TokenHistory(own, sequence.parent_history), place)
 
     def _new_record(
@@ -268,17 +289,22 @@ class StateStore:
         return record
 
 
-def _check_state(expected: State, state: State, engine: Engine) -> None:
-    want = {name: leaf.shape for name, leaf in expected.leaves.items()} | {"num_tokens": (1,)}
-    have = {name: leaf.shape for name, leaf in state.leaves.items()} | {"num_tokens": state.num_tokens.shape}
-    if want != have or set(expected.pools) != set(state.pools):
-        raise StateMismatchError(
-            f"the state's leaves {have} do not fit this model, which has {want} "
-            f"and pools {sorted(expected.pools)}"
-        )
-    needed = engine.model.state_spec.pages_for(int(np.asarray(state.num_tokens)[0]))
-    if state.num_pages < needed:
-        raise StateMismatchError(f"the state has {state.num_pages} pages; its tokens need {needed}")
+def _check_state(spec: StateSpec, state: State) -> None:
+    """Refuses what is no batch of one of these states, and what holds NaN or infinity."""
+    want = _layout(jax.eval_shape(lambda: spec.allocate(1)))
+    have = _layout(state)
+    if want != have:
+        raise StateMismatchError(f"the state has {have}; this model's have {want}")
+    num_tokens = int(np.asarray(state.num_tokens)[0])
+    if num_tokens < 0 or state.num_pages < spec.pages_for(num_tokens):
+        raise StateMismatchError(f"the state has {num_tokens} tokens on {state.num_pages} pages")
     for name, leaf in {**state.leaves, **state.pools}.items():
-        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not bool(jax.device_get(jnp.all(jnp.isfinite(leaf)))):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact) and not np.isfinite(np.asarray(leaf)).all():
             raise StateMismatchError(f"the state's leaf {name!r} holds NaN or infinity")
+
+
+def _layout(state: State) -> dict[str, str]:
+    """Shape and dtype of each leaf, and of a page of each pool."""
+    slots = {name: f"{leaf.dtype}{leaf.shape}" for name, leaf in state.leaves.items()}
+    pages = {name: f"{pool.dtype}{pool.shape[1:]} a page" for name, pool in state.pools.items()}
+    return slots | pages | {"num_tokens": f"{state.num_tokens.dtype}{state.num_tokens.shape}"}

@@ -87,7 +87,7 @@ class Prepared:
             save_as=self.save_as,
             stops_late=bool(self.params.stop),
             origin_handle=start.handle,
-            continues=start.pending is not None and parent is None,
+            continues=start.pending is not None,
             text=RequestText(
                 tokenizer.detokenizer() if tokenizer else None,
                 self.params.stop,
@@ -137,7 +137,7 @@ def prepared_group(
     if len(stop_ids(model, params)) > MAX_STOP_IDS:
         raise RequestError("stop_token_ids", f"more than {MAX_STOP_IDS} stop ids with the tokenizer's own")
     if save_as is not None:
-        checked_name(save_as)
+        checked_name(save_as, "save_as")
     return Prepared(model, prompt_ids, save_as, params)
 
 

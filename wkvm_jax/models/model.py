@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cached_property, partial
 
 import jax
@@ -146,12 +147,12 @@ class Model:
 
 
 def target_log_probs(
-    head: partial[Array], hidden: Float[Array, "b t d"], targets: Int[Array | np.ndarray, "b t"]
+    head: Callable[[Array], Array], hidden: Float[Array, "b t d"], targets: Int[Array | np.ndarray, "b t"]
 ) -> Float32[Array, "b t"]:
     """Log-probabilities of the targets, with logits of only `SCORE_CHUNK` positions alive at once."""
     rows, width, channels = hidden.shape
-    pad = -width % SCORE_CHUNK if width > SCORE_CHUNK else 0
-    size = SCORE_CHUNK if pad or width > SCORE_CHUNK else width
+    size = min(width, SCORE_CHUNK)
+    pad = -width % size
     hidden = jnp.pad(hidden, ((0, 0), (0, pad), (0, 0))).reshape(rows, -1, size, channels)
     padded = jnp.pad(targets, ((0, 0), (0, pad))).reshape(rows, -1, size)
 

@@ -129,15 +129,15 @@ class RecordStore(Protocol):
         ...
 
 
-def checked_name(name: str) -> str:
+def checked_name(name: str, param: str = "name") -> str:
     """`name` if states may be called so.
 
     Raises:
-        RequestError: it has other characters, or is too long.
+        RequestError: it has other characters, or is too long; `param` says whose argument it was.
     """
     if not isinstance(name, str) or not NAME_PATTERN.fullmatch(name):
         raise RequestError(
-            "name",
+            param,
             f"{name!r} is no state name: use 1 to 128 letters, digits, '.', '_' and '-', beginning with a "
             "letter or digit",
         )
@@ -151,7 +151,7 @@ def parse_handle(handle: str) -> tuple[str, int | None]:
         RequestError: it is neither `name` nor `name@version`.
     """
     name, at, version = handle.partition("@")
-    checked_name(name)
+    checked_name(name, "state")
     if not at:
         return name, None
     if not re.fullmatch(r"[1-9][0-9]{0,17}", version):
