@@ -21,7 +21,7 @@ from pathlib import Path
 from wkvm_jax.models.loading import DEMO_DIRECTORY, load
 from wkvm_jax.serving.bench import decode_speed
 
-PEER = '''
+PEER = """
 import json, os, sys, time
 os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="1", RWKV_CUDA_ON="0")
 import torch
@@ -40,14 +40,16 @@ seconds()
 print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()}), file=sys.stderr, flush=True)
 for line in sys.stdin:
     print(seconds(), flush=True)
-'''
+"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--peer-python", required=True, help="an interpreter with torch, rwkv and safetensors")
+    parser.add_argument(
+        "--peer-python", required=True, help="an interpreter with torch, rwkv and safetensors"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="rounds; medians are printed (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="tokens a round (default: 100)")
     arguments = parser.parse_args()
@@ -55,7 +57,14 @@ def main() -> None:
     (weights,) = DEMO_DIRECTORY.glob("*.safetensors")
     with tempfile.TemporaryDirectory() as scratch:
         peer = subprocess.Popen(
-            [arguments.peer_python, "-c", PEER, str(weights), str(Path(scratch) / "demo"), str(arguments.steps)],
+            [
+                arguments.peer_python,
+                "-c",
+                PEER,
+                str(weights),
+                str(Path(scratch) / "demo"),
+                str(arguments.steps),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

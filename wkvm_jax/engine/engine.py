@@ -174,14 +174,14 @@ class Engine:
         """
         rows = [(size, 1) for size in self.config.decode_buckets]
         chunks = [(1, size) for size in self.config.prefill_buckets]
-        self.compile(rows + chunks, progress)
+        self._device.compile(rows + chunks, with_states=True, progress=progress)
         self.call(lambda: self._device.calibrate(rows + chunks))
 
     def compile(
         self, shapes: Seq[tuple[int, int]], progress: Callable[[int, int], None] | None = None
     ) -> None:
         """Compiles only these shapes, (rows, tokens), two at a time; others compile at first use."""
-        self._device.compile(shapes, progress)
+        self._device.compile(shapes, progress=progress)
 
     def set_params(self, params: Params) -> None:
         """Replaces the weights with others of the same shapes; nothing is compiled again.

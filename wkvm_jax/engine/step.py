@@ -214,20 +214,40 @@ class Device:
 
     def reset(self) -> None:
         """A fresh arena and fresh lanes; all that they held is gone."""
-        spec = self.model.state_spec
-        self.arena = spec.allocate(self.sizes.num_slots, self.sizes.num_pages)
-        self.lanes = allocate_lanes(self.sizes.num_lanes, self.model.config.vocab_size)
+        sizes, model = self.sizes, self.model
+
+        def allocate() -> tuple[State, Lanes]:
+            arena = model.state_spec.allocate(sizes.num_slots, sizes.num_pages)
+            return arena, allocate_lanes(sizes.num_lanes, model.config.vocab_size)
+
+        # One program, where leaf by leaf would compile one a shape.
+        self.arena, self.lanes = jax.jit(allocate)()
 
     # Compilation ----------------------------------------------------------------------------------
 
-    def compile(self, shapes: Sequence[Shape], progress: Callable[[int, int], None] | None = None) -> None:
-        """Compiles these buckets and the small operations beside them, two at a time."""
-        jobs = [self._job("step" if tokens == 1 else "prompt", (rows, tokens)) for rows, tokens in shapes]
-        jobs += [self._job(name, (0, 0)) for name in ("set_lanes", "add_history", "read_slot", "write_slot")]
+    def compile(
+        self,
+        shapes: Sequence[Shape],
+        *,
+        with_states: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Compiles these buckets, two at a time.
+
+        Args:
+            shapes: rows and tokens of each.
+            with_states: also what moves states, pages and histories.
+            progress: called with the programs done and the programs there are.
+        """
+        jobs = [("step" if tokens == 1 else "prompt", (rows, tokens)) for rows, tokens in shapes]
+        names = ["set_lanes"]
+        if with_states:
+            names += ["add_history", "read_slot", "write_slot"]
         if not all(leaf.rewritten for leaf in self.model.state_spec.slot_leaves.values()):
-            jobs.append(self._job("copy_slots", (0, 0)))
+            names.append("copy_slots")
         if self.model.state_spec.paged:
-            jobs += [self._job(name, (0, 0)) for name in ("copy_pages", "read_page", "write_page")]
+            names += ["copy_pages", "read_page", "write_page"]
+        jobs += [(name, (0, 0)) for name in names]
         # The widest first: two workers then end at about the same time.
         jobs = sorted((job for job in jobs if job not in self._compiled), key=lambda job: -max(job[1]))
         with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
@@ -244,9 +264,6 @@ class Device:
     def cost_s(self, num_rows: int, num_tokens: int) -> float | None:
         """Measured seconds of a bucket; None before it has been measured."""
         return self._cost_s.get((num_rows, num_tokens))
-
-    def _job(self, name: str, shape: Shape) -> tuple[str, Shape]:
-        return name, shape
 
     def _get(self, name: str, shape: Shape = (0, 0)) -> jax.stages.Compiled:
         job = (name, shape)
