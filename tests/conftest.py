@@ -16,7 +16,7 @@ import pytest
 
 from tests.typechecking import CHECKER
 
-jaxtyping.install_import_hook("wkvm_jax", CHECKER)
+jaxtyping.install_import_hook(["wkvm_jax", "tests.families"], CHECKER)
 
 # Compilation makes first examples slow, so no deadline; a fixed seed keeps CI quiet.
 hypothesis.settings.register_profile("wkvm", deadline=None, derandomize=True, print_blob=True)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
+from jaxtyping import Array
 
 from tests.contract.harness import MAX_LENGTH, Harness
-from wkvm_jax.state import identity_batch
+from wkvm_jax.state import State, identity_batch
+from wkvm_jax.types import Params
 
 
 def test_params_are_as_specified(harness: Harness) -> None:
@@ -30,25 +33,23 @@ def test_states_are_as_specified(harness: Harness) -> None:
         assert bool((held == leaf.initial).all())
 
 
-def test_forward_gives_what_the_contract_says(harness: Harness) -> None:
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_forward_gives_what_the_contract_says(harness: Harness, dtype: jnp.dtype) -> None:
     """Shapes and types, in either weights' type, without running anything."""
     family, config = harness.model.family, harness.model.config
     rows, width = 2, 6
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
     state = jax.eval_shape(lambda: harness.fresh(rows))
-    for dtype in (jnp.float32, jnp.bfloat16):
-        params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), family.param_spec(config))
+    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), family.param_spec(config))
 
-        def run(params: object, tokens: jax.Array, state: object) -> object:
-            return family.forward(params, identity_batch(tokens, state), state, config=config)
+    def run(params: Params, tokens: Array, state: State) -> tuple[Array, State, Array]:
+        hidden, after = family.forward(params, identity_batch(tokens, state), state, config=config)
+        return hidden, after, family.head(params, hidden, config=config)
 
-        hidden, after = jax.eval_shape(run, params, tokens, state)
-        assert hidden.shape == (rows, width, config.hidden_size)
-        assert jax.tree.map(_described, after) == jax.tree.map(_described, state)
-        logits = jax.eval_shape(
-            lambda params, hidden: family.head(params, hidden, config=config), params, hidden
-        )
-        assert _described(logits) == ((rows, width, config.vocab_size), jnp.float32)
+    hidden, after, logits = jax.eval_shape(run, params, tokens, state)
+    assert hidden.shape == (rows, width, config.hidden_size)
+    assert jax.tree.map(_described, after) == jax.tree.map(_described, state)
+    assert _described(logits) == ((rows, width, config.vocab_size), jnp.float32)
 
 
 def test_slots_hold_what_the_spec_counts(harness: Harness) -> None:

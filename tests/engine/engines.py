@@ -137,6 +137,8 @@ class Plain:
 
     def assert_greedy(self, prompt: Sequence[int], output_ids: Sequence[int]) -> None:
         """Every token is the most likely one, or tied with it within rounding."""
+        if not output_ids:
+            return
         logits = self.logits([*prompt, *output_ids], len(prompt))
         chosen = logits[np.arange(len(output_ids)), list(output_ids)]
         np.testing.assert_array_less(logits.max(axis=-1) - chosen, ROUNDING)

@@ -110,10 +110,10 @@ def test_more_than_there_are_rows(deterministic_engine: Engine, alone: dict[int,
 def test_after_a_fork(deterministic_engine: Engine, alone: dict[int, Output], number: int) -> None:
     engine, job = deterministic_engine, JOBS[number]
     engine.states.create("parent", job.prompt)
-    engine.states.fork("parent", "child", n=4)
-    requests = [
-        engine.submit([], state=handle, params=job.params) for handle in ("parent", "child@2", "child@4", "child@4")
-    ]
+    children = engine.states.fork("parent", "child", n=4)
+    assert isinstance(children, list)
+    handles = ["parent", *map(str, children), str(children[-1])]
+    requests = [engine.submit([], state=handle, params=job.params) for handle in handles]
     others = [other.submit(engine) for other in JOBS[:6]]
     for output in outputs(requests):
         assert (output.token_ids, output.logprobs) == (alone[number].token_ids, alone[number].logprobs)

@@ -182,7 +182,7 @@ def test_all_that_does_not_fit_is_listed(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_fields_are_named(changes: dict[str, object], faults: list[str]) -> None:
-    with pytest.raises(ValueError, match="config.json") as caught:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         layout(FLA, fla_config(CONFIG) | changes)
     assert [fault for fault in faults if fault not in str(caught.value)] == []
 

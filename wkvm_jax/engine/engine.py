@@ -31,7 +31,7 @@ from wkvm_jax.errors import (
 )
 from wkvm_jax.models.model import Model
 from wkvm_jax.sampling import NUM_RESERVED_LANES
-from wkvm_jax.state import NUM_RESERVED_PAGES, NUM_RESERVED_SLOTS
+from wkvm_jax.state import INITIAL_SLOT, NUM_RESERVED_PAGES, NUM_RESERVED_SLOTS
 from wkvm_jax.store.records import RecordStore
 from wkvm_jax.types import Params
 
@@ -390,7 +390,9 @@ class Engine:
         self._in_flight.clear()
         message = f"a step failed on the device: {type(error).__name__}: {error}"
         for sequence in self._scheduler.sequences():
-            self._outcomes.end(sequence, "error", message)
+            # What only waits for a fresh start has lost nothing.
+            if sequence.slots or sequence.origin.slot != INITIAL_SLOT:
+                self._outcomes.end(sequence, "error", message)
         self.states.lose_all(StepFailedError(message))
         self._device.reset()
 
