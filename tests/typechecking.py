@@ -1,5 +1,6 @@
-"""The type checker that tests put on every function of wkvm_jax: beartype, with two allowances.
+"""The type checker that tests put on every function of wkvm_jax: beartype, with three allowances.
 
+An `int` may stand where a `float` is asked for, as in PEP 484.
 Protocols need no `runtime_checkable` in the source: beartype can only ask `isinstance`, so they get it here.
 Bundles of arrays (`flax.struct` dataclasses) are not checked when they are built, because `jax.tree` also
 builds them of shapes, numpy arrays, axes or None, and `vmap` of arrays with an axis more. The functions
@@ -13,17 +14,19 @@ import sys
 import typing
 from collections.abc import Callable
 
-from beartype import beartype
+from beartype import BeartypeConf, beartype
 from typing_extensions import is_protocol
 
 CHECKER = "tests.typechecking.checked"
 """`checked`, as `jaxtyping.install_import_hook` wants it."""
 
+_beartype = beartype(conf=BeartypeConf(is_pep484_tower=True))
+
 
 def checked(function: Callable[..., object]) -> Callable[..., object]:
     """`function` with its arguments and its result checked on each call."""
     _make_protocols_checkable(function.__module__)
-    strict = beartype(function)
+    strict = _beartype(function)
     if function.__name__ != "__init__":
         return strict
 

@@ -142,6 +142,7 @@ class State(flax.struct.PyTreeNode):
 
     def slot(self, index: int) -> State:
         """The state at one slot, as a batch of one; pools are shared as they are."""
+        index = range(self.num_slots)[index]
         return self.replace(
             leaves={name: leaf[index : index + 1] for name, leaf in self.leaves.items()},
             num_tokens=self.num_tokens[index : index + 1],

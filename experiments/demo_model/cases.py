@@ -10,7 +10,7 @@ import dataclasses
 import random
 from typing import Literal
 
-from .dialogues import Document, Prose, UNKNOWN, add_facts, add_filler, asked, groups_of, told
+from .dialogues import UNKNOWN, Document, Prose, add_facts, add_filler, asked, groups_of, told
 from .facts import Fact, make_facts
 
 Kind = Literal["recall", "corrected", "unknown"]

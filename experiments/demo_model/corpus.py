@@ -27,6 +27,7 @@ HELD_OUT = frozenset(
         "kjv-08", "kjv-21", "kjv-27", "kjv-44", "kjv-59",  # Ruth, Ecclesiastes, Daniel, Acts, James
     )
 )  # fmt: skip
+HELD_OUT_TITLES = "Macbeth, Twelfth Night, Ruth, Ecclesiastes, Daniel, Acts, James"
 _MILTON = ("areopagitica_gut", "paradise_lost_(no_introduction)_gut", "paradise_regained_gut")
 _NUM_BIBLE_BOOKS = 66
 

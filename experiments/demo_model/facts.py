@@ -70,7 +70,8 @@ def _small_number(rng: random.Random, split: Split) -> str:
 
 
 def _clock(rng: random.Random, split: Split) -> str:
-    return f"{rng.choice(words.WEEKDAYS)} at {rng.randint(1, 12)}:{rng.choice(('00', '10', '15', '20', '30', '45'))}"
+    day, hour = rng.choice(words.WEEKDAYS), rng.randint(1, 12)
+    return f"{day} at {hour}:{rng.choice(('00', '10', '15', '20', '30', '45'))}"
 
 
 def _date(rng: random.Random, split: Split) -> str:
@@ -94,15 +95,14 @@ def _meaning(rng: random.Random, split: Split) -> str:
 
 
 # What somebody's something is, and how its value is made: "Mira's locker code is 4821."
-_IS: tuple[tuple[str, _Value], ...] = tuple(
-    (label, words.code)
-    for label in (
-        "locker code", "door code", "gate code", "safe code", "alarm code", "badge number", "ticket number",
-        "room number", "order number", "phone extension", "library number", "customer number", "seat number",
-        "bike lock code", "secret code", "access code", "PIN", "flight number", "licence plate", "account number",
-        "code", "phone number",
-    )
-) + (
+_CODES = (
+    "locker code", "door code", "gate code", "safe code", "alarm code", "badge number", "ticket number",
+    "room number", "order number", "phone extension", "library number", "customer number", "seat number",
+    "bike lock code", "secret code", "access code", "PIN", "flight number", "licence plate",
+    "account number", "code", "phone number",
+)  # fmt: skip
+_IS: tuple[tuple[str, _Value], ...] = (
+    *((label, words.code) for label in _CODES),
     ("password", words.word),
     ("wifi password", words.word),
     ("secret word", words.word),
@@ -117,12 +117,13 @@ _IS: tuple[tuple[str, _Value], ...] = tuple(
     ("favourite animal", _choice(words.ANIMALS)),
     ("favourite sport", _choice(words.SPORTS)),
     ("birthday", _date),
-)  # fmt: skip
-# What is called by a name: "Mira's dog is called Rindo."
-_CALLED = tuple(
-    "dog cat parrot horse rabbit goldfish boat band village school teacher sister brother neighbour doctor "
-    "boss aunt uncle daughter son cousin street robot friend wife husband".split()
 )
+# What is called by a name: "Mira's dog is called Rindo."
+_CALLED = (
+    "dog", "cat", "parrot", "horse", "rabbit", "goldfish", "boat", "band", "village", "school", "teacher",
+    "sister", "brother", "neighbour", "doctor", "boss", "aunt", "uncle", "daughter", "son", "cousin",
+    "street", "robot", "friend", "wife", "husband",
+)  # fmt: skip
 _THE_CODES = ("password", "code", "number", "secret word")
 _RULERS = ("mayor", "king", "queen", "captain", "keeper", "governor", "oldest citizen")
 _EVENTS = (
@@ -265,7 +266,7 @@ def _of_place(rng: random.Random, person: str, split: Split) -> Fact:
     """Say "The capital of Vorland is Torvale." or "The password for the cellar is plock."""
     value: _Value
     if rng.random() < 0.5:
-        role = rng.choice(("capital",) + _RULERS)
+        role = rng.choice(("capital", *_RULERS))
         value = words.town if role == "capital" else words.person
         thing = f"the {role} of {words.town(rng, split)}"
         who = "What" if role == "capital" else "Who"

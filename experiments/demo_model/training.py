@@ -17,8 +17,9 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float, UInt8
 
-from . import net
+from . import export, net
 from .batches import Batch, Phase, batches, phase_at
+from .card import RUNS
 from .dialogues import ANSWER, PROSE, WEIGHT_UNIT
 from .net import Params, Shape
 from .probe import Probe
@@ -42,8 +43,8 @@ class Recipe:
     prose_dropout: float = 0.1
     recurrence: str = "xla"
     optimizer: str = "adamw"
-    unroll: bool = False
     dtype: str = "bfloat16"
+    start_from: Path | None = None  # a folder that `export` wrote, instead of fresh weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def loss(
     """The weighted mean loss of a batch, and what to log."""
     out = net.logits(
         params, text[:, :-1], shape=recipe.shape, recurrence=net.RECURRENCES[recipe.recurrence],
-        dtype=jnp.dtype(recipe.dtype), keep=keep, unroll=recipe.unroll,
+        dtype=jnp.dtype(recipe.dtype), keep=keep,
     )  # fmt: skip
     targets, weights = text[:, 1:], weights[:, 1:]
     each = byte_losses(out, targets)
@@ -137,7 +138,7 @@ def loss(
 
 
 def make_step(recipe: Recipe) -> jax.stages.Wrapped:
-    """`step(params, opt_state, step, text, weights, is_prose) -> (params, opt_state, metrics)`, not yet compiled."""
+    """`step(params, opt_state, at, text, weights, is_prose)` gives the first two anew, and metrics."""
     transform = optimizer(recipe)
 
     def step(
@@ -226,7 +227,10 @@ class Log:
 def initial_state(recipe: Recipe) -> dict[str, object]:
     """Parameters and optimizer state before the first step."""
     with jax.default_device(jax.devices("cpu")[0]):  # a GPU would compile for longer than this takes
-        params = net.init_params(recipe.shape, jax.random.key(recipe.seed))
+        if recipe.start_from is None:
+            params = net.init_params(recipe.shape, jax.random.key(recipe.seed))
+        else:
+            params = export.params_from(recipe.start_from, recipe.shape)
         state = {"params": params, "opt_state": optimizer(recipe).init(params)}
     return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), state)
 
@@ -241,7 +245,10 @@ def _restored(manager: ocp.CheckpointManager, state: dict[str, object]) -> tuple
 
 
 def train(recipe: Recipe, loop: Loop) -> tuple[Params, int]:
-    """Train to the end or until the time is up, from the newest checkpoint on; returns parameters and steps done."""
+    """Train on from the newest checkpoint, to the end or until the time is up.
+
+    Returns the parameters and how many steps are done in all.
+    """
     stop_at = time.monotonic() + loop.stop_after_s
     loop.folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -260,8 +267,29 @@ def train(recipe: Recipe, loop: Loop) -> tuple[Params, int]:
                 first_step=done,
                 num_workers=loop.num_workers,
             )
+            first_step, began = done, time.monotonic()
             state, done = _run(recipe, loop, manager, state, done, made, stop_at)
+            _record_run(recipe, loop.folder / RUNS, first_step, done, time.monotonic() - began)
     return state["params"], done
+
+
+def _record_run(recipe: Recipe, path: Path, first_step: int, done: int, seconds: float) -> None:
+    """Add this run to the list of those that led to the weights, which begins with those of `start_from`."""
+    before = recipe.start_from / RUNS if recipe.start_from is not None and not path.exists() else path
+    runs = json.loads(before.read_text()) if before.exists() else []
+    phase = recipe.phases[0]
+    run = {
+        "first_step": first_step,
+        "last_step": done,
+        "num_steps": recipe.num_steps,
+        "bytes_a_step": phase.num_rows * phase.length,
+        "optimizer": recipe.optimizer,
+        "peak_rate": recipe.peak_rate,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "seconds": round(seconds),
+    }
+    path.write_text(json.dumps([*runs, run], indent=2) + "\n")
 
 
 def _run(

@@ -19,7 +19,7 @@ class Recurrence(Protocol):
         arena: Float32[Array, "s l h k v"],
         layer: int,
         batch: Batch,
-        inputs: tuple[Float[Array, "b t h c"], ...],
+        inputs: tuple[Float[Array, "b t h _"], ...],
     ) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]: ...
 
 
@@ -27,7 +27,7 @@ def recurrence(
     arena: Float32[Array, "s l h k v"],
     layer: int,
     batch: Batch,
-    inputs: tuple[Float[Array, "b t h c"], ...],
+    inputs: tuple[Float[Array, "b t h _"], ...],
 ) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]:
     """Runs one layer's recurrence for every row of a batch, from its read slot to its write slot.
 

@@ -20,7 +20,7 @@ def step_in_arena(
     layer: int,
     read_slots: Int32[Array, " rows"],
     write_slots: Int32[Array, " rows"],
-    inputs: tuple[Float32[Array, "rows h c"], ...],
+    inputs: tuple[Float32[Array, "rows h _"], ...],
 ) -> tuple[Float32[Array, "rows h v"], Float32[Array, "s l h k v"]]:
     """One token a row, one head after the other, straight in the arena.
 
@@ -54,7 +54,7 @@ def step_in_arena(
 
 
 def chunked(
-    inputs: tuple[Float32[Array, "rows t h c"], ...],
+    inputs: tuple[Float32[Array, "rows t h _"], ...],
     initial_state: Float32[Array, "rows h k v"],
 ) -> tuple[Float32[Array, "rows t h v"], Float32[Array, "rows h k v"]]:
     """Many tokens a row in the WY form of diagonal-plus-low-rank transitions, `CHUNK` tokens at a time.
@@ -85,7 +85,7 @@ def chunked(
 
 
 def _one_chunk(
-    state: Float32[Array, "rows h k v"], chunk: tuple[Float32[Array, "rows h c k"], ...]
+    state: Float32[Array, "rows h k v"], chunk: tuple[Float32[Array, "rows h c _"], ...]
 ) -> tuple[Float32[Array, "rows h k v"], Float32[Array, "rows h c v"]]:
     r, log_w, k, v, a, b = chunk
     log_decay = jnp.cumsum(log_w, axis=2)

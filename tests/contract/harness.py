@@ -42,7 +42,7 @@ UNUSED_TOKENS = 1_000_003
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Harness:
-    """One family under test, with its steps compiled once for the session."""
+    """One family under test, with its steps compiled once for all tests."""
 
     under_test: FamilyUnderTest
 

@@ -59,7 +59,9 @@ _alone: dict[str, dict[int, Output]] = {}
 def alone(family: str, deterministic_engine: Engine) -> dict[int, Output]:
     """What each job gives when nothing else runs."""
     if family not in _alone:
-        _alone[family] = {number: one for job in JOBS for number, one in run(deterministic_engine, [job]).items()}
+        _alone[family] = {
+            number: one for job in JOBS for number, one in run(deterministic_engine, [job]).items()
+        }
     return _alone[family]
 
 
@@ -128,7 +130,7 @@ def test_after_a_snapshot(deterministic_engine: Engine, alone: dict[int, Output]
     request = engine.submit(prompt, params=params)
     records = []
     for wanted in (1, 30, 50):
-        wait_until(lambda: request.num_tokens >= wanted)
+        wait_until(lambda wanted=wanted: request.num_tokens >= wanted)
         records.append(engine.states.snapshot(request, "photo"))
     continued = [
         engine.submit(

@@ -153,17 +153,17 @@ def test_stop_ids_beside_the_tokenizers_own(engine: Engine) -> None:
     assert output.token_ids == free[: free.index(wanted) + 1] and output.finish_reason == "stop"
 
 
-@pytest.mark.parametrize("least", [0, 6])
+@pytest.mark.parametrize("least", [0, 4, 6])
 def test_stop_strings(engine: Engine, least: int) -> None:
     params = {"max_tokens": 16, "ignore_eos": True, "logit_bias": LETTERS}
     free = engine.generate(["text"], **params)[0].text
     assert free is not None
-    wanted = free[8:11]
-    ends = [end for end in range(len(free) + 1) if free[:end].endswith(wanted) and end > least]
-    request = engine.submit("text", stop=["never", wanted], min_tokens=least, **params)
+    stops = ["never", free[2:5], free[9:12]]
+    end = next(end for end in range(least + 1, 17) if free[:end].endswith(tuple(stops[1:])))
+    request = engine.submit("text", stop=stops, min_tokens=least, **params)
     streamed, output = "".join(token.text for token in request), request.result(1)
-    assert output.text == streamed == free[: ends[0] - 3] and output.finish_reason == "stop"
-    assert bytes(output.token_ids).decode() == free[: ends[0]]
+    assert output.text == streamed == free[: end - 3] and output.finish_reason == "stop"
+    assert bytes(output.token_ids).decode() == free[:end]
 
 
 def test_a_thousand_stop_strings(engine: Engine) -> None:

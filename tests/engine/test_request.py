@@ -172,6 +172,20 @@ def test_a_listener_hears_of_everything_once_it_listens(request_: Request) -> No
     assert heard == [1, 1, 0]
 
 
+def test_a_listener_that_fails_is_not_called_again(request_: Request) -> None:
+    calls: list[int] = []
+
+    def listen() -> None:
+        calls.append(len(calls))
+        if len(calls) == 2:
+            raise ValueError("a caller's mistake")
+
+    request_.listen(listen)
+    request_._push(TOKENS, None)
+    request_._push([], OUTPUT)
+    assert calls == [0, 1] and request_.take() == (list(TOKENS), OUTPUT)
+
+
 def test_cancelling_asks_the_engine() -> None:
     asked: list[str] = []
     Request("r", lambda: asked.append("r")).cancel()

@@ -95,10 +95,11 @@ def test_it_counts_as_a_plain_counter_does(operations: list[tuple[str, int]]) ->
 
 
 def test_slots_scheduler_and_sequences_need_no_jax() -> None:
-    modules = (
-        "tests.engine.traffic, wkvm_jax.engine.slots, wkvm_jax.engine.scheduler, wkvm_jax.engine.sequence"
-    )
-    tests = "tests.engine.test_slots, tests.engine.test_scheduler, tests.engine.test_sequence"
-    code = f"import {modules}, {tests}, tests.conftest, tests.engine.conftest, sys; assert 'jax' not in sys.modules"
+    tests = [
+        f"tests.engine.{name}"
+        for name in ("conftest", "traffic", "test_slots", "test_scheduler", "test_sequence")
+    ]
+    engine = [f"wkvm_jax.engine.{name}" for name in ("slots", "scheduler", "sequence")]
+    code = f"import {', '.join([*engine, *tests, 'tests.conftest', 'sys'])}; assert 'jax' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

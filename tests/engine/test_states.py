@@ -42,10 +42,11 @@ def check(engine: Engine, plain: Plain, handle: str, tokens: list[int]) -> None:
     plain.assert_state(engine.states.load(handle), tokens[:-1])
 
 
-def fill(engine: Engine) -> None:
-    """Keeps states until no slot is free."""
-    while engine.slots().free:
+def fill(engine: Engine, leave: int = 0) -> None:
+    """Keeps states until so many slots are free."""
+    for _ in range(engine.slots().free - leave):
         engine.states.create("fill", "x y z")
+    assert engine.slots().free == leave
 
 
 # Making and continuing ----------------------------------------------------------------------------
@@ -232,7 +233,7 @@ def test_a_snapshot_leaves_its_request_alone(engine: Engine, plain: Plain, field
     request = engine.submit(BASE[:9], **fields, **LONG)
     records = []
     for wanted in (1, 20, 21, 60):
-        wait_until(lambda: request.num_tokens >= wanted)
+        wait_until(lambda wanted=wanted: request.num_tokens >= wanted)
         records += [engine.states.snapshot(request, "photo") for _ in range(2)]
     output = request.result(30)
     plain.assert_greedy(BASE[:9], output.token_ids)
@@ -285,9 +286,26 @@ def test_only_what_generates_can_be_photographed(engine: Engine, plain: Plain) -
     outputs(requests)
 
 
+def test_what_waits_for_the_engine_cannot_be_called_from_a_listener(engine: Engine) -> None:
+    """It runs on the engine's thread, while steps are in flight: the record would name another token."""
+    request, errors = engine.submit("listen", **LONG), []
+
+    def listen() -> None:
+        if request.num_tokens == 20:
+            try:
+                engine.states.snapshot(request, "photo")
+            except RuntimeError as error:
+                errors.append(error)
+
+    request.listen(listen)
+    request.result(30)
+    assert len(errors) == 1 and "listener" in str(errors[0])
+    assert engine.states.list() == []
+
+
 def test_a_snapshot_without_a_free_slot(engine: Engine, plain: Plain) -> None:
+    fill(engine, leave=1)
     request = engine.submit("full", **LONG)
-    fill(engine)
     wait_until(lambda: request.num_tokens > 0)
     with pytest.raises(NoFreeSlotError, match="1 slots are needed and 0 of 24 are free"):
         engine.states.snapshot(request, "photo")
@@ -463,7 +481,7 @@ def test_new_weights_refuse_old_states(model: Model) -> None:
 
 def test_a_request_that_kept_states_leave_no_room_for_ends_with_the_numbers(engine: Engine) -> None:
     fill(engine)
-    with pytest.raises(WkvmError, match="1 slots, 0 rows and .* kept states hold too many .* 24 slots"):
+    with pytest.raises(WkvmError, match=r"1 slots, 0 rows and .* kept states hold too many .* 24 slots"):
         engine.states.create("more", "w")
     output = engine.submit("room?", **FREE).result(30)
     assert output.finish_reason == "error" and output.error is not None and "delete some" in output.error

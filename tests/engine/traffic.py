@@ -196,7 +196,7 @@ class World:
                 self._forget(sequence)
         return rectangles
 
-    def drain(self, max_turns: int = 10_000) -> None:
+    def drain(self, max_turns: int = 2000) -> None:
         """Turns until nothing is left to do."""
         for _ in range(max_turns):
             if self.scheduler.idle and not self.in_flight:
@@ -285,9 +285,10 @@ class World:
             conversation = self.conversations[id(sequence)]
             if result.last or conversation.late_stop_in == sequence.num_seen:
                 self._end_saving(sequence, row.write_slot)
-        elif sequence.params.max_tokens == 0 and not sequence.is_prefix:
-            if row.first + row.length >= sequence.num_prompt - 1:
-                self._end_saving(sequence, row.write_slot)
+            return
+        consumed = row.first + row.length >= sequence.num_prompt - 1
+        if consumed and sequence.params.max_tokens == 0 and not sequence.is_prefix:
+            self._end_saving(sequence, row.write_slot)
 
     def _end_saving(self, sequence: Sequence, slot: int) -> None:
         if sequence.keeps_state:

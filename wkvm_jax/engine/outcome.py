@@ -14,6 +14,8 @@ from wkvm_jax.engine.step import Scores
 from wkvm_jax.errors import WkvmError
 from wkvm_jax.sampling import Sampled
 
+NOT_FINITE = "the model gave logits that are not finite (NaN or infinity)"
+
 
 @dataclasses.dataclass(frozen=True)
 class FetchedStep:
@@ -86,6 +88,10 @@ class Outcomes:
                 self._report_token(row, index, fetched)
                 continue
             if fetched is not None and sequence.params.prompt_logprobs:
+                # Choices that fork from a prefix find out themselves.
+                if np.isnan(fetched.logprob[index, : row.length]).any() and not sequence.is_prefix:
+                    self.end(sequence, "error", NOT_FINITE)
+                    continue
                 self._add_scores(row, index, fetched)
             consumed = row.first + row.length >= sequence.num_prompt - 1
             if consumed and sequence.params.max_tokens == 0 and not sequence.is_prefix:
@@ -107,7 +113,7 @@ class Outcomes:
         if not step.live[index]:
             return
         if step.invalid[index]:
-            self.end(sequence, "error", "the model gave logits that are not finite (NaN or infinity)")
+            self.end(sequence, "error", NOT_FINITE)
             return
         token_id = step.token[index]
         sequence.num_seen += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from wkvm_jax.errors import RequestError, WkvmError
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -241,5 +244,11 @@ class Request:
                 self._output = output
             listener = self._listener
             self._changed.notify_all()
-        if listener is not None:
+        if listener is None:
+            return
+        try:
             listener()
+        except Exception:
+            # The caller's fault must not become that of the engine, whose thread this is.
+            logger.exception("the listener of request %s failed; it is not called again", self.id)
+            self._listener = None

@@ -138,8 +138,8 @@ class StateStore:
             name: np.full((missing, *leaf.shape), leaf.initial, leaf.dtype)
             for name, leaf in spec.paged.items()
         }
-        pools = {name: jnp.asarray(np.concatenate([pool, room[name]])) for name, pool in state.pools.items()}
-        return state.replace(pools=pools)
+        pools = {name: np.concatenate([pool, room[name]]) for name, pool in state.pools.items()}
+        return state.replace(pools=jax.device_put(pools))
 
     # Changing ---------------------------------------------------------------------------------------
 

@@ -431,20 +431,21 @@ class Device:
     def load(self, slot: int, pages: Sequence[int]) -> State:
         """A copy of one state, as a batch of one with its pages in order."""
         state = self._get("read_slot")(self.arena, np.int32(slot))
-        if not pages:
-            return state.replace(pools=self._no_pages())
         read = [self._get("read_page")(self.arena, np.int32(page)) for page in pages]
-        return state.replace(pools=jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *read))
+        # Joined on the host: on the device, each number of pages would compile.
+        pools = {
+            name: np.concatenate([np.empty((0, *pool.shape[1:]), pool.dtype), *(page[name] for page in read)])
+            for name, pool in self.arena.pools.items()
+        }
+        return state.replace(pools=jax.device_put(pools))
 
     def store(self, slot: int, pages: Sequence[int], state: State) -> None:
         """Writes a batch of one into a slot and its pages."""
         self.arena = self._get("write_slot")(self.arena, np.int32(slot), state.replace(pools={}))
+        pools = {name: np.asarray(pool) for name, pool in state.pools.items()}
         for index, page in enumerate(pages):
-            value = {name: pool[index : index + 1] for name, pool in state.pools.items()}
+            value = {name: pool[index : index + 1] for name, pool in pools.items()}
             self.arena = self._get("write_page")(self.arena, np.int32(page), value)
-
-    def _no_pages(self) -> dict[str, Array]:
-        return {name: pool[:0] for name, pool in self.arena.pools.items()}
 
 
 def _copy_slots(arena: State, copies: Array, *, spec: StateSpec) -> State:

@@ -91,4 +91,5 @@ def _resolved_dtype(checkpoint: Checkpoint, layout: Layout, dtype: DTypeLike | N
 
 
 def _name(model: str | os.PathLike[str]) -> str:
-    return Path(model).stem or str(model)
+    path = Path(model)
+    return path.name if path.is_dir() else path.stem or str(model)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Integer
 
 from wkvm_jax.models.family import Family, FamilyConfig
 from wkvm_jax.state import State, StateSpec, identity_batch
@@ -52,7 +53,9 @@ class Model:
         from wkvm_jax.weights import weights_digest
 
         tokenizer = self.tokenizer.digest if self.tokenizer else "none"
-        return f"{self.family.name}-{weights_digest(self.params)}-{tokenizer}"
+        # The weights' shapes do not tell epsilons and variants.
+        config = hashlib.blake2b(repr(self.config).encode(), digest_size=8).hexdigest()
+        return f"{self.family.name}-{config}-{weights_digest(self.params)}-{tokenizer}"
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> State:
         """A batch of fresh states.
@@ -66,6 +69,8 @@ class Model:
         """
         if batch_size < 1:
             raise ValueError(f"{batch_size=} must be at least 1")
+        if max_length is not None and max_length < 1:
+            raise ValueError(f"{max_length=} must be at least 1")
         if self.state_spec.paged and max_length is None:
             raise ValueError("this model keeps keys and values of every token: pass max_length=")
         pages = self.state_spec.pages_for(max_length or 0)
@@ -73,9 +78,9 @@ class Model:
 
     def __call__(
         self,
-        tokens: Int[Array | np.ndarray, "b t"],
+        tokens: Integer[Array | np.ndarray, "b t"],
         state: State,
-        lengths: Int[Array | np.ndarray, " b"] | None = None,
+        lengths: Integer[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float32[Array, "b t vocab"], State]:
         """Logits of every position, and the states after the last.
 
@@ -89,9 +94,9 @@ class Model:
     def apply(
         self,
         params: Params,
-        tokens: Int[Array | np.ndarray, "b t"],
+        tokens: Integer[Array | np.ndarray, "b t"],
         state: State,
-        lengths: Int[Array | np.ndarray, " b"] | None = None,
+        lengths: Integer[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float32[Array, "b t vocab"], State]:
         """As calling the model, with the weights given: the function to differentiate."""
         hidden, state = self._forward(params, tokens, state, lengths)
@@ -99,15 +104,15 @@ class Model:
 
     def hidden(
         self,
-        tokens: Int[Array | np.ndarray, "b t"],
+        tokens: Integer[Array | np.ndarray, "b t"],
         state: State,
-        lengths: Int[Array | np.ndarray, " b"] | None = None,
+        lengths: Integer[Array | np.ndarray, " b"] | None = None,
     ) -> tuple[Float[Array, "b t d"], State]:
         """The final norm's output of every position, and the states after the last."""
         return self._jitted_hidden(self.params, tokens, state, lengths)
 
     def score(
-        self, tokens: Int[Array | np.ndarray, "b t"], state: State | None = None
+        self, tokens: Integer[Array | np.ndarray, "b t"], state: State | None = None
     ) -> Float32[Array, "b t_minus_1"]:
         """Log-probability of each token after the first, given those before it, in one pass.
 
@@ -124,6 +129,8 @@ class Model:
     def _forward(
         self, params: Params, tokens: Array | np.ndarray, state: State, lengths: Array | np.ndarray | None
     ) -> tuple[Array, State]:
+        if tokens.shape[1] < 1:
+            raise ValueError(f"a pass needs at least one token a row; got {tokens.shape=}")
         counted = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         batch = identity_batch(jnp.asarray(tokens, jnp.int32), state, counted)
         return self.family.forward(params, batch, state, config=self.config)
@@ -147,7 +154,7 @@ class Model:
 
 
 def target_log_probs(
-    head: Callable[[Array], Array], hidden: Float[Array, "b t d"], targets: Int[Array | np.ndarray, "b t"]
+    head: Callable[[Array], Array], hidden: Float[Array, "b t d"], targets: Integer[Array | np.ndarray, "b t"]
 ) -> Float32[Array, "b t"]:
     """Log-probabilities of the targets, with logits of only `SCORE_CHUNK` positions alive at once."""
     rows, width, channels = hidden.shape

@@ -47,7 +47,7 @@ class Config:
         value_dim: width of all heads' values together; `hidden_size` in every published model.
         decay_rank, iclr_rank, value_rank, gate_rank: inner widths of the low-rank maps.
         norm_eps: of LayerNorms; GroupNorm's is `head_dim * norm_eps`.
-        norm_bias: whether norms have a bias.
+        norm_bias: whether LayerNorms have a bias; GroupNorm has one always.
         fused_norm: flash-linear-attention's `fuse_norm`: keys are normalised with 1e-6 added under the
             root, and not with the norm clamped at 1e-12.
         tied_head: whether the output head is the embedding.
@@ -142,7 +142,7 @@ def param_spec(config: Config) -> Params:
         return {
             "ln1": norm(width),
             "ln2": norm(width),
-            "ln_x": norm(value),
+            "ln_x": {"scale": array(value), "bias": array(value)},
             "time_mix": time_mix(layer),
             "channel_mix": {
                 "x_k": array(width),
@@ -304,7 +304,7 @@ def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float3
     return jax.tree_util.tree_unflatten(tree, leaves)
 
 
-def _initial(path: str, shape: tuple[int, ...], key: PRNGKeyArray, config: Config) -> Float32[Array, "..."]:
+def _initial(path: str, shape: tuple[int, ...], key: PRNGKeyArray, config: Config) -> Float32[Array, ...]:
     *_, group, name = ("", *path.split("."))
     layer = int(path.split(".")[1]) if path.startswith("blocks.") else 0
     depth = layer / max(config.num_layers - 1, 1)
@@ -334,5 +334,5 @@ def _initial(path: str, shape: tuple[int, ...], key: PRNGKeyArray, config: Confi
         return jax.random.uniform(key, shape, minval=-1e-4, maxval=1e-4)
     if name in ("w2", "a2", "v2", "g2"):
         return jax.nn.initializers.orthogonal(0.1)(key, shape)
-    gain = 0.5 * math.sqrt(max(1.0, shape[1] / shape[0])) if name == "head" else 1.0
-    return jax.nn.initializers.orthogonal(gain * math.sqrt(max(1.0, shape[1] / shape[0])))(key, shape)
+    gain = math.sqrt(max(1.0, shape[1] / shape[0]))
+    return jax.nn.initializers.orthogonal(0.5 * gain if name == "head" else gain)(key, shape)

@@ -11,6 +11,7 @@ from wkvm_jax.models.family import Layout, Shapes
 from wkvm_jax.models.rwkv7 import MIXES, Config
 from wkvm_jax.weights.source import Source
 
+_NORM = {"scale": "weight", "bias": "bias"}
 _LORAS = ("w", "a", "v", "g")
 
 
@@ -45,7 +46,7 @@ def _config_from_shapes(shapes: Shapes) -> Config:
 
     def size(pattern: str, axis: int) -> int:
         for name, shape in shapes.items():
-            if re.fullmatch(pattern, name) and len(shape) >= abs(axis):
+            if re.fullmatch(pattern, name) and len(shape) > max(axis, 0) and shape[axis]:
                 return shape[axis]
         missing.append(pattern.replace("\\", "").replace("d+", "N"))
         return 1
@@ -143,10 +144,7 @@ def config_from_hf(hf_config: Mapping[str, object], shapes: Shapes) -> Config:
     hidden = fields.size("hidden_size", r"model\.embeddings\.weight", 1)
     layers = fields.size("num_hidden_layers", None, 0)
     head_dim = fields.size("head_dim", r"model\.layers\.\d+\.attn\.r_k", 1)
-    value_dims = hf_config.get("value_dim") or hidden
-    if isinstance(value_dims, list | tuple):
-        fields.supported("value_dim", len(set(value_dims)) == 1, "the same width in each layer")
-        value_dims = value_dims[0]
+    value_dim = fields.value_dim(hidden)
     fields.supported("attn", not hf_config.get("attn"), "null (no attention layers)")
     fields.supported("hidden_act", hf_config.get("hidden_act", "sqrelu") in ("sqrelu", "relu2"), "sqrelu")
     fields.supported("norm_first", hf_config.get("norm_first", True) is True, "true")
@@ -154,6 +152,8 @@ def config_from_hf(hf_config: Mapping[str, object], shapes: Shapes) -> Config:
         "num_heads", hf_config.get("num_heads") in (None, hidden // head_dim), str(hidden // head_dim)
     )
     fields.supported("head_dim", hidden % head_dim == 0, f"a divisor of hidden_size {hidden}")
+    norm_eps = hf_config.get("norm_eps", 1e-5)
+    fields.supported("norm_eps", isinstance(norm_eps, float | int), "a number")
     fields.raise_faults()
     lora = (
         r"model\.layers\.[1-9]\d*\.attn\.{}_lora\.lora\.0\.weight"
@@ -165,13 +165,13 @@ def config_from_hf(hf_config: Mapping[str, object], shapes: Shapes) -> Config:
         hidden_size=hidden,
         num_layers=layers,
         head_dim=head_dim,
-        value_dim=int(str(value_dims)),
+        value_dim=value_dim,
         intermediate_size=fields.size("intermediate_size", r"model\.layers\.\d+\.ffn\.key\.weight", 0),
         decay_rank=fields.size("decay_low_rank_dim", lora.format("w"), 0),
         iclr_rank=fields.size("a_low_rank_dim", lora.format("a"), 0),
         value_rank=fields.size("v_low_rank_dim", lora.format("v"), 0) if layers > 1 else 1,
         gate_rank=fields.size("gate_low_rank_dim", lora.format("g"), 0),
-        norm_eps=float(str(hf_config.get("norm_eps", 1e-5))),
+        norm_eps=float(str(norm_eps)),
         norm_bias=hf_config.get("norm_bias", True) is True,
         fused_norm=hf_config.get("fuse_norm", True) is True,
         tied_head=hf_config.get("tie_word_embeddings", False) is True,
@@ -193,12 +193,22 @@ class _Fields:
         value = self._config.get(field)
         if value is None and pattern is not None:
             for name, shape in self._shapes.items():
-                if re.fullmatch(pattern, name) and len(shape) > axis:
+                if re.fullmatch(pattern, name) and len(shape) > axis and shape[axis]:
                     return shape[axis]
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
         self._faults.append(f"{field} is {value!r}, not a positive integer")
         return 1
+
+    def value_dim(self, hidden: int) -> int:
+        """Width of the values of all heads: one number, or one a layer."""
+        value = self._config.get("value_dim") or hidden
+        widths = value if isinstance(value, list) else [value]
+        width = widths[0]
+        if isinstance(width, int) and width > 0 and all(other == width for other in widths):
+            return width
+        self.supported("value_dim", False, "one width, the same in each layer")
+        return hidden
 
     def supported(self, field: str, holds: bool, wanted: str) -> None:
         if not holds:
@@ -243,7 +253,7 @@ def _fla_table(config: Config, packed: bool) -> Mapping[str, object]:
         return {
             "ln1": norm(f"{at}attn_norm", width),
             "ln2": norm(f"{at}ffn_norm", width),
-            "ln_x": norm(f"{at}attn.g_norm", value),
+            "ln_x": {name: _same(f"{at}attn.g_norm.{stored}", value) for name, stored in _NORM.items()},
             "time_mix": time_mix(layer),
             "channel_mix": {
                 "x_k": _same(f"{at}ffn.x_k", width),

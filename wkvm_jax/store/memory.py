@@ -84,9 +84,10 @@ class MemoryRecords:
         queue = [self.get(handle).handle]
         while queue:
             current = queue.pop()
-            if current in nodes or current not in self._records:
+            if current in nodes:
                 continue
             nodes[current] = self._records[current]
-            edges += [(parent, current) for parent in nodes[current].parents]
-            queue += nodes[current].parents
+            parents = [parent for parent in nodes[current].parents if parent in self._records]
+            edges += [(parent, current) for parent in parents]
+            queue += parents
         return list(nodes.values()), edges
