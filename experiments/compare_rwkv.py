@@ -37,7 +37,7 @@ def seconds():
         logits, state = model.forward([int(logits.argmax())], state)
     return time.perf_counter() - start
 seconds()
-print(json.dumps({"torch": torch.__version__, "threads": torch.get_num_threads()}), file=sys.stderr, flush=True)
+print("torch", torch.__version__, "threads", torch.get_num_threads(), file=sys.stderr, flush=True)
 for line in sys.stdin:
     print(seconds(), flush=True)
 """
