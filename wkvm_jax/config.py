@@ -9,7 +9,7 @@ from pathlib import Path
 from wkvm_jax.errors import RequestError
 
 DETERMINISTIC_CHUNK = 64
-DEFAULT_PREFILL_CHUNKS = (16, 64, 256, 1024)
+DEFAULT_PREFILL_CHUNKS = (8, 16, 64, 256, 1024)
 MAX_BUCKETS = 24
 
 

@@ -51,7 +51,8 @@ def recurrence(
         one = tuple(x[:, 0] for x in (r, log_w, k, v, a, b))
         y, arena = xla.step_in_arena(arena, layer, batch.read_slots, batch.write_slots, one)
         return y[:, None], arena
-    y, final_state = xla.chunked((r, log_w, k, v, a, b), read_layer(arena, batch, layer))
+    several = xla.scanned if r.shape[1] <= xla.MAX_SCANNED else xla.chunked
+    y, final_state = several((r, log_w, k, v, a, b), read_layer(arena, batch, layer))
     return y, write_layer(arena, batch, layer, final_state)
 
 

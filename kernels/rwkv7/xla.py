@@ -8,9 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
+from wkvm_jax.kernels.rwkv7.reference import recurrence_reference
+
 CHUNK = 16
 """Tokens a chunk. The decay of one token is at least exp(-exp(-0.5)) = 0.545, so the inverse of a chunk's
 cumulative decay stays under 1.7e4 and float32 carries it without loss."""
+
+MAX_SCANNED = 8
+"""Tokens up to which one after the other beats a chunk that is mostly padding."""
 
 _einsum = partial(jnp.einsum, precision="highest")
 
@@ -51,6 +56,14 @@ def step_in_arena(
 
     arena, y = jax.lax.fori_loop(0, num_rows * num_heads, one_head, (arena, jnp.zeros_like(v)))
     return y, arena
+
+
+def scanned(
+    inputs: tuple[Float32[Array, "rows t h _"], ...],
+    initial_state: Float32[Array, "rows h k v"],
+) -> tuple[Float32[Array, "rows t h v"], Float32[Array, "rows h k v"]]:
+    """A few tokens a row, one after the other: under half a chunk this is quicker than a padded chunk."""
+    return recurrence_reference(*inputs, initial_state)
 
 
 def chunked(
