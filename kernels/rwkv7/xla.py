@@ -63,7 +63,8 @@ def scanned(
     initial_state: Float32[Array, "rows h k v"],
 ) -> tuple[Float32[Array, "rows t h v"], Float32[Array, "rows h k v"]]:
     """A few tokens a row, one after the other: under half a chunk this is quicker than a padded chunk."""
-    return recurrence_reference(*inputs, initial_state)
+    r, log_w, k, v, a, b = inputs
+    return recurrence_reference(r, log_w, k, v, a, b, initial_state)
 
 
 def chunked(

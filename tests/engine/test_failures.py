@@ -91,6 +91,12 @@ def test_a_bad_row_keeps_no_state(poisoned_engine: Engine) -> None:
     assert output.finish_reason == "error" and output.handle is None and not poisoned_engine.states.list()
 
 
+def test_a_prompt_that_is_not_finite_makes_no_state(poisoned_engine: Engine) -> None:
+    with pytest.raises(WkvmError, match="not finite"):
+        poisoned_engine.states.create("bad", [*clean_prompt(70), POISON, *clean_prompt(5)])
+    assert not poisoned_engine.states.list()
+
+
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_a_prompt_whose_scores_are_not_finite_ends_as_an_error(
     poisoned_engine: Engine, max_tokens: int

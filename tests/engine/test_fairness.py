@@ -9,17 +9,20 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from tests.engine.engines import CONFIG, model_named, outputs, prompt_of, start, wait_until
+import wkvm_jax
+from tests.engine.engines import prompt_of, wait_until
 from wkvm_jax.engine.engine import Engine
 from wkvm_jax.engine.request import Request
 
-NUM_ROWS = 4
-PROMPT_LENGTH = 5000
+NUM_ROWS = 8
+PROMPT_LENGTH = 3000
 
 
 @pytest.fixture(scope="module")
-def rwkv7_engine() -> Iterator[Engine]:
-    with start(model_named("rwkv7"), CONFIG, prefill_chunks=(4, 16, 64)) as engine:
+def demo_engine() -> Iterator[Engine]:
+    """A model whose steps take longer than the host's part of a turn, which would blur the ratio."""
+    config = wkvm_jax.EngineConfig(num_slots=16, max_rows=NUM_ROWS, prefill_chunks=(8, 16, 64))
+    with wkvm_jax.Engine(wkvm_jax.load("demo"), config=config) as engine:
         engine.warm_up()
         yield engine
 
@@ -41,11 +44,8 @@ class Gaps:
         return np.diff(times_s).tolist()
 
 
-def stretch(engine: Engine) -> float:
-    """The p99 gap beside a long prompt, over the median gap without one.
-
-    Where other processes stretch the gaps already, it is given over a third of the p99 gap without one.
-    """
+def stretch(engine: Engine) -> tuple[float, float]:
+    """The p99 gap beside a long prompt, and that without one, both over the median gap without one."""
     requests = [engine.submit("run", max_tokens=4000, ignore_eos=True) for _ in range(NUM_ROWS)]
     rows = [Gaps(request) for request in requests]
     wait_until(lambda: min(len(row.times_s) for row in rows) > 20)
@@ -61,31 +61,15 @@ def stretch(engine: Engine) -> float:
     quiet = [gap for row in rows for gap in row.between(quiet_from_s, long_from_s)]
     beside = [gap for row in rows for gap in row.between(long_from_s, end_s)]
     assert len(beside) > 100, "the prompt takes its turns beside them"
-    usual_s = max(statistics.median(quiet), float(np.quantile(quiet, 0.99)) / 3)
-    return float(np.quantile(beside, 0.99)) / usual_s
+    usual_s = statistics.median(quiet)
+    return float(np.quantile(beside, 0.99)) / usual_s, float(np.quantile(quiet, 0.99)) / usual_s
 
 
 @pytest.mark.slow
-def test_a_long_prompt_does_not_stretch_the_gaps_of_others(rwkv7_engine: Engine) -> None:
-    tries: list[float] = []
-    while len(tries) < 3 and min(tries, default=9.0) > 3.0:
-        tries.append(stretch(rwkv7_engine))
-    assert min(tries) <= 3.0, f"{tries=}"
-
-
-@pytest.mark.slow
-def test_others_do_not_starve_a_long_prompt(rwkv7_engine: Engine) -> None:
-    requests = [rwkv7_engine.submit("run", max_tokens=4000, ignore_eos=True) for _ in range(NUM_ROWS)]
-    assert rwkv7_engine.submit(prompt_of(1000), max_tokens=1).result(60).finish_reason in ("length", "stop")
-    assert not all(request.finished for request in requests)
-    for request in requests:
-        request.cancel()
-
-
-def test_short_prompts_pass_a_long_one(rwkv7_engine: Engine) -> None:
-    with rwkv7_engine.lock:
-        long = rwkv7_engine.submit(prompt_of(PROMPT_LENGTH), max_tokens=1)
-        short = [rwkv7_engine.submit(prompt_of(20, seed), max_tokens=2) for seed in range(4)]
-    outputs(short)
-    assert not long.finished
-    long.result(60)
+def test_a_long_prompt_does_not_stretch_the_gaps_of_others(demo_engine: Engine) -> None:
+    tries: list[tuple[float, float]] = []
+    while len(tries) < 5 and min(tries, default=(9.0, 0.0))[0] > 3.0:
+        tries.append(stretch(demo_engine))
+    if min(beside for beside, _ in tries) > 3.0 and min(quiet for _, quiet in tries) > 1.5:
+        pytest.skip(f"other processes stretch the gaps without the prompt too: {tries=}")
+    assert min(beside for beside, _ in tries) <= 3.0, f"{tries=}"

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from wkvm_jax.config import EngineConfig
-from wkvm_jax.engine.outcome import FetchedScores, FetchedStep, Outcomes, fetch
+from wkvm_jax.engine.outcome import Outcomes, fetch
 from wkvm_jax.engine.request import Output, Request, SamplingParams
 from wkvm_jax.engine.scheduler import Rectangle, Scheduler, StateShape
 from wkvm_jax.engine.sequence import Origin, Sequence
@@ -365,7 +365,7 @@ class Engine:
         """Waits for the oldest dispatches and hands out their results."""
         for _ in range(count):
             rectangle, result = self._in_flight.popleft()
-            fetched: FetchedStep | FetchedScores | None = fetch(rectangle, result)
+            fetched = fetch(rectangle, result)
             with self._lock:
                 self._outcomes.report(rectangle, fetched)
 

@@ -33,14 +33,15 @@ class FetchedStep:
 
 @dataclasses.dataclass(frozen=True)
 class FetchedScores:
-    """`Scores` on the host."""
+    """`Scores` on the host; log-probabilities only if a row asked."""
 
-    logprob: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
+    invalid: list[bool]
+    logprob: np.ndarray | None
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
 
 
-def fetch(rectangle: Rectangle, result: object) -> FetchedStep | FetchedScores | None:
+def fetch(rectangle: Rectangle, result: object) -> FetchedStep | FetchedScores:
     """Waits for a dispatch and copies what its rows need to the host."""
     if isinstance(result, Sampled):
         wanted = any(row.sequence.params.logprobs is not None for row in rectangle.rows)
@@ -55,12 +56,13 @@ def fetch(rectangle: Rectangle, result: object) -> FetchedStep | FetchedScores |
             top_logprobs=np.asarray(result.top_logprobs) if wanted else None,
         )
     assert isinstance(result, Scores)
-    if any(row.sequence.params.prompt_logprobs for row in rectangle.rows):
-        return FetchedScores(
-            np.asarray(result.logprob), np.asarray(result.top_ids), np.asarray(result.top_logprobs)
-        )
-    result.logprob.block_until_ready()
-    return None
+    wanted = any(row.sequence.params.prompt_logprobs for row in rectangle.rows)
+    return FetchedScores(
+        invalid=np.asarray(result.invalid).tolist(),
+        logprob=np.asarray(result.logprob) if wanted else None,
+        top_ids=np.asarray(result.top_ids) if wanted else None,
+        top_logprobs=np.asarray(result.top_logprobs) if wanted else None,
+    )
 
 
 class Outcomes:
@@ -77,7 +79,7 @@ class Outcomes:
         self._finish = finish
         self._keep = keep
 
-    def report(self, rectangle: Rectangle, fetched: FetchedStep | FetchedScores | None) -> None:
+    def report(self, rectangle: Rectangle, fetched: FetchedStep | FetchedScores) -> None:
         """Hands out one dispatch's results."""
         for index, row in enumerate(rectangle.rows):
             sequence = row.sequence
@@ -87,11 +89,11 @@ class Outcomes:
             if isinstance(fetched, FetchedStep):
                 self._report_token(row, index, fetched)
                 continue
-            if fetched is not None and sequence.params.prompt_logprobs:
-                # Choices that fork from a prefix find out themselves.
-                if np.isnan(fetched.logprob[index, : row.length]).any() and not sequence.is_prefix:
-                    self.end(sequence, "error", NOT_FINITE)
-                    continue
+            # Choices that fork from a prefix find out themselves.
+            if fetched.invalid[index] and not sequence.is_prefix:
+                self.end(sequence, "error", NOT_FINITE)
+                continue
+            if sequence.params.prompt_logprobs:
                 self._add_scores(row, index, fetched)
             consumed = row.first + row.length >= sequence.num_prompt - 1
             if consumed and sequence.params.max_tokens == 0 and not sequence.is_prefix:
@@ -150,6 +152,7 @@ class Outcomes:
     def _add_scores(self, row: Row, index: int, scores: FetchedScores) -> None:
         sequence = row.sequence
         count = sequence.params.logprobs or 0
+        assert scores.logprob is not None and scores.top_ids is not None and scores.top_logprobs is not None
         if row.first == 0 and not sequence.continues:
             sequence.scores.append(TokenLogprob(sequence.tokens[0], None))
         for at in range(row.length):

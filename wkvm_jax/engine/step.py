@@ -71,8 +71,15 @@ class PromptRows(flax.struct.PyTreeNode):
 
 
 class Scores(flax.struct.PyTreeNode):
-    """Log-probabilities of a prompt's tokens and of the likeliest in their places; zeros if unwanted."""
+    """What a wide step found out.
 
+    Attributes:
+        invalid: the row's hidden states hold NaN or infinity.
+        logprob, top_ids, top_logprobs: of the tokens that follow, and of the likeliest in their places;
+            zeros if unwanted.
+    """
+
+    invalid: Bool[Array, " b"]
     logprob: Float32[Array, "b t"]
     top_ids: Int32[Array, "b t top"]
     top_logprobs: Float32[Array, "b t top"]
@@ -125,18 +132,20 @@ def prompt_step(params: Params, arena: State, rows: PromptRows, *, model: Model)
     hidden, arena = model.family.forward(params, rows.batch, arena, config=model.config)
     num_rows, width, channels = hidden.shape
     block = min(width, SCORE_CHUNK)
+    counted = jnp.arange(width) < rows.batch.lengths[:, None]
+    invalid = jnp.any(counted & ~jnp.all(jnp.isfinite(hidden), axis=-1), axis=-1)
 
     def one_block(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         return top_log_probs(model.family.head(params, inputs[0], config=model.config), inputs[1])
 
-    def scored() -> Scores:
+    def scored() -> tuple[Array, Array, Array]:
         flat = (hidden.reshape(-1, block, channels), rows.targets.reshape(-1, block))
         logprob, ids, values = jax.lax.map(one_block, flat)
         shape = (num_rows, width)
-        return Scores(logprob.reshape(shape), ids.reshape(*shape, -1), values.reshape(*shape, -1))
+        return logprob.reshape(shape), ids.reshape(*shape, -1), values.reshape(*shape, -1)
 
     absent = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(scored))
-    return arena, jax.lax.cond(rows.wants_scores, scored, lambda: absent)
+    return arena, Scores(invalid, *jax.lax.cond(rows.wants_scores, scored, lambda: absent))
 
 
 def set_lanes(lanes: Lanes, new: NewLanes) -> Lanes:
