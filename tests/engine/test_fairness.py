@@ -21,7 +21,7 @@ PROMPT_LENGTH = 3000
 @pytest.fixture(scope="module")
 def demo_engine() -> Iterator[Engine]:
     """A model whose steps take longer than the host's part of a turn, which would blur the ratio."""
-    config = wkvm_jax.EngineConfig(num_slots=16, max_rows=NUM_ROWS, prefill_chunks=(8, 16, 64))
+    config = wkvm_jax.EngineConfig(num_slots=32, max_rows=16, prefill_chunks=(8, 16, 64))
     with wkvm_jax.Engine(wkvm_jax.load("demo"), config=config) as engine:
         engine.warm_up()
         yield engine
