@@ -119,12 +119,19 @@ def test_states_are_pytrees() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 3, 5, -1])
-def test_one_slot_is_a_batch_of_one(index: int) -> None:
-    state = numbered()
-    one = state.slot(index)
+def test_one_row_is_a_batch_of_one(index: int) -> None:
+    state = numbered(num_pages=12)
+    one = state.row(index)
     assert one.num_slots == 1 and one.num_tokens.tolist() == [index % 6]
     assert all(firsts(leaf) == [index % 6] for leaf in one.leaves.values())
-    assert all(one.pools[name] is pool for name, pool in state.pools.items())
+    pages = state.num_pages // 6
+    own = [pages * (index % 6) + page for page in range(pages)]
+    assert all(firsts(pool) == own for pool in one.pools.values())
+
+
+def test_a_row_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(IndexError):
+        numbered().row(6)
 
 
 def test_identity_batch() -> None:

@@ -140,11 +140,17 @@ class State(flax.struct.PyTreeNode):
     def num_pages(self) -> int:
         return next((pool.shape[0] for pool in self.pools.values()), 0)
 
-    def slot(self, index: int) -> State:
-        """The state at one slot, as a batch of one; pools are shared as they are."""
+    def row(self, index: int) -> State:
+        """One row of a research batch, as a batch of one with its own pages.
+
+        Raises:
+            IndexError: there is no such row.
+        """
         index = range(self.num_slots)[index]
+        pages = self.num_pages // self.num_slots
         return self.replace(
             leaves={name: leaf[index : index + 1] for name, leaf in self.leaves.items()},
+            pools={name: pool[index * pages : (index + 1) * pages] for name, pool in self.pools.items()},
             num_tokens=self.num_tokens[index : index + 1],
         )
 

@@ -35,7 +35,8 @@ def recurrence(
         arena: matrix states, slot-major, `[key, value]` a head.
         layer: which layer's states to use.
         batch: says where rows read and write and how many tokens of each count.
-        inputs: `(r, log_w, k, v, a, b)` as `recurrence_reference` explains.
+        inputs: `(r, log_w, k, v, a, b)` as `recurrence_reference` explains. `log_w` is at least
+            -exp(-0.5), as the model's is; chunks lose accuracy below about -5.
 
     Returns:
         The output for each token (of no meaning past a row's length) and the arena with the rows' new

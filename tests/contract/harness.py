@@ -153,14 +153,14 @@ class Harness:
     def taken(self, arena: State, slot: int, pages: Sequence[int]) -> State:
         """One conversation of an arena as a research batch of one."""
         pools = {name: np.asarray(pool)[np.asarray(pages, int)] for name, pool in arena.pools.items()}
-        return on_host(arena).slot(slot).replace(pools=pools)
+        return on_host(arena).row(slot).replace(pools=pools)
 
     def row(self, states: State, index: int) -> State:
         """One row of a research batch."""
         each = self.pages_per_row
         states = on_host(states)
         pools = {name: pool[index * each : (index + 1) * each] for name, pool in states.pools.items()}
-        return states.slot(index).replace(pools=pools)
+        return states.row(index).replace(pools=pools)
 
     def first_rows(self, states: State, count: int) -> State:
         """The first rows of a research batch that lies on the host."""

@@ -117,7 +117,7 @@ def test_logits_and_states_token_by_token() -> None:
         assert state.num_tokens.tolist() == [min(position + 1, len(ids)) for ids in prompts()]
     for index, ids in enumerate(prompts()):
         check_logits(PTH, index, np.stack(pieces[: len(ids)])[:, index])
-        check_state(PTH, index, state.slot(index))
+        check_state(PTH, index, state.row(index))
 
 
 @pytest.mark.parametrize("directory", [PTH, FLA], ids=["pth", "fla"])

@@ -82,7 +82,7 @@ def test_equals_numpy(name: str, lengths: tuple[int, ...], seed: int, more: int)
     for row, length in enumerate(lengths):
         ids = [*tokens[row, :length], *tokens[row, WIDTH:]]
         got = np.concatenate([logits[row, :length], *(single[row] for single in singles)])
-        check(tensors, model, ids, got, state.slot(row))
+        check(tensors, model, ids, got, state.row(row))
 
 
 def test_a_vocabulary_of_65536() -> None:
