@@ -24,7 +24,6 @@ from wkvm_jax.errors import (
     StatePinnedError,
     UnknownHandleError,
     UnknownRequestError,
-    WkvmError,
 )
 from wkvm_jax.models.model import Model
 from wkvm_jax.state import State
@@ -42,11 +41,11 @@ def check(engine: Engine, plain: Plain, handle: str, tokens: list[int]) -> None:
     plain.assert_state(engine.states.load(handle), tokens[:-1])
 
 
-def fill(engine: Engine, leave: int = 0) -> None:
-    """Keeps states until so many slots are free."""
-    for _ in range(engine.slots().free - leave):
+def fill(engine: Engine) -> None:
+    """Keeps as many states as an engine keeps: two slots are left to requests."""
+    for _ in range(CONFIG.num_slots - 2):
         engine.states.create("fill", "x y z")
-    assert engine.slots().free == leave
+    assert engine.slots().free == 2
 
 
 # Making and continuing ----------------------------------------------------------------------------
@@ -304,10 +303,10 @@ def test_what_waits_for_the_engine_cannot_be_called_from_a_listener(engine: Engi
 
 
 def test_a_snapshot_without_a_free_slot(engine: Engine, plain: Plain) -> None:
-    fill(engine, leave=1)
+    fill(engine)
     request = engine.submit("full", **LONG)
     wait_until(lambda: request.num_tokens > 0)
-    with pytest.raises(NoFreeSlotError, match="1 slots are needed and 0 of 24 are free"):
+    with pytest.raises(NoFreeSlotError, match="22 of this engine's 24 slots that states may keep"):
         engine.states.snapshot(request, "photo")
     plain.assert_greedy(list(b"full"), request.result(30).token_ids)
 
@@ -479,13 +478,23 @@ def test_new_weights_refuse_old_states(model: Model) -> None:
         assert engine.submit("more", state="old", **FREE).result(30).finish_reason == "length"
 
 
+def test_kept_states_leave_slots_to_requests(engine: Engine) -> None:
+    fill(engine)
+    for keep in (
+        lambda: engine.states.create("more", "w"),
+        lambda: engine.submit("w", save_as="more", **FREE),
+    ):
+        with pytest.raises(NoFreeSlotError, match=r"22 kept states and 0 to come .* 24 slots .* delete some"):
+            keep()
+    assert engine.submit("room?", **FREE).result(30).finish_reason == "length"
+    assert len(engine.states.fork("fill", "twins", n=30)) == 30
+
+
 def test_a_request_that_kept_states_leave_no_room_for_ends_with_the_numbers(engine: Engine) -> None:
     fill(engine)
-    with pytest.raises(WkvmError, match=r"1 slots, 0 rows and .* kept states hold too many .* 24 slots"):
-        engine.states.create("more", "w")
-    output = engine.submit("room?", **FREE).result(30)
-    assert output.finish_reason == "error" and output.error is not None and "delete some" in output.error
     choices = engine.submit_choices("room?", 2, params=greedy_params(2))
-    assert {output.finish_reason for output in outputs(choices)} == {"error"}
+    for output in outputs(choices):
+        assert output.finish_reason == "error" and output.error is not None
+        assert "3 slots" in output.error and "delete some" in output.error
     engine.states.delete("fill")
     assert engine.submit("room?", **FREE).result(30).finish_reason == "length"

@@ -84,6 +84,7 @@ class Engine:
         self._scheduler = Scheduler(config, shape, self._slots, self._pages, self._lanes, self._device.cost_s)
         self._in_flight: deque[tuple[Rectangle, object]] = deque()
         self._commands: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._cancelled: deque[str] = deque()
         self._ids = itertools.count(1)
         self._id_prefix = secrets.token_hex(4)
         self._live: dict[str, Sequence] = {}
@@ -253,6 +254,11 @@ class Engine:
         """The running sequence of a request; None once it has ended."""
         return self._live.get(request.id)
 
+    @property
+    def num_keeping(self) -> int:
+        """Requests under way whose final state will be kept."""
+        return sum(sequence.keeps_state for sequence in self._live.values())
+
     # Submission -------------------------------------------------------------------------------------
 
     def _submit(
@@ -273,6 +279,8 @@ class Engine:
                     f"{self.config.max_waiting} requests are waiting already; try again later"
                 )
             start = self.states.start_of(state)
+            if save_as is not None:
+                self.states.check_room()
             group = prepared.sequences(requests, start)
             self._scheduler.check_fits(group)
             for sequence in group:
@@ -289,8 +297,17 @@ class Engine:
         return Request(request_id, lambda: self._cancel(request_id))
 
     def _cancel(self, request_id: str) -> None:
-        with self._lock:
-            sequence = self._live.get(request_id)
+        self._cancelled.append(request_id)
+        # Waiting for the lock could take several steps where steps are short; the next turn looks anyway.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._end_cancelled()
+            finally:
+                self._lock.release()
+
+    def _end_cancelled(self) -> None:
+        while self._cancelled:
+            sequence = self._live.get(self._cancelled.popleft())
             if sequence is not None:
                 self._outcomes.end(sequence, "cancelled")
 
@@ -323,6 +340,7 @@ class Engine:
             if self._commands:
                 self._collect(len(self._in_flight))
             with self._lock:
+                self._end_cancelled()
                 if not self._in_flight:
                     self._run_commands()
                 dispatched = self._dispatch()

@@ -18,17 +18,21 @@ from wkvm_jax.engine.request import Request
 from wkvm_jax.engine.sequence import Origin, Sequence
 from wkvm_jax.engine.submission import Start
 from wkvm_jax.errors import (
+    NoFreeSlotError,
     RequestError,
     StateMismatchError,
     UnknownHandleError,
     UnknownRequestError,
     WkvmError,
 )
-from wkvm_jax.state import State, StateSpec
+from wkvm_jax.state import INITIAL_SLOT, State, StateSpec
 from wkvm_jax.store.records import NewRecord, Record, RecordStore, TokenHistory, checked_name
 
 if TYPE_CHECKING:
     from wkvm_jax.engine.engine import Engine
+
+SLOTS_FOR_REQUESTS = 2
+"""Slots that kept states leave alone: what one request can need that keeps its own."""
 
 
 class StateStore:
@@ -165,6 +169,21 @@ class StateStore:
 
     # For the engine ---------------------------------------------------------------------------------
 
+    def check_room(self) -> None:
+        """Sees to it that one more kept state leaves slots for requests. The engine's lock is held.
+
+        Raises:
+            NoFreeSlotError: it would not.
+        """
+        slots, _ = self._engine.pools
+        kept = {place.slot for place in self._places.values()} - {INITIAL_SLOT}
+        most = slots.num_usable - min(SLOTS_FOR_REQUESTS, max(slots.num_usable - 1, 1))
+        if len(kept) + self._engine.num_keeping >= most:
+            raise NoFreeSlotError(
+                f"{len(kept)} kept states and {self._engine.num_keeping} to come take the {most} of this "
+                f"engine's {slots.num_usable} slots that states may keep; delete some, or start a larger engine"
+            )
+
     def start_of(self, handle: str | None) -> Start:
         """Where a request that continues `handle` begins. The engine's lock is held.
 
@@ -218,6 +237,7 @@ class StateStore:
             raise UnknownRequestError(
                 f"request {request.id} is not generating: it has ended, waits, or still reads its prompt"
             )
+        self.check_room()
         place = self._engine.scheduler.share(sequence)
         return self._file_sequence(sequence, place, name, "snapshot", {"request": request.id})
 
@@ -238,6 +258,7 @@ class StateStore:
         return self._file(new, TokenHistory((), self._records.history(parent.handle)), place)
 
     def _put(self, name: str, state: State) -> Record:
+        self.check_room()
         slots, pages = self._engine.pools
         (slot,) = slots.acquire(1)
         num_tokens = int(np.asarray(state.num_tokens)[0])
