@@ -181,7 +181,8 @@ class StateStore:
         if len(kept) + self._engine.num_keeping >= most:
             raise NoFreeSlotError(
                 f"{len(kept)} kept states and {self._engine.num_keeping} to come take the {most} of this "
-                f"engine's {slots.num_usable} slots that states may keep; delete some, or start a larger engine"
+                f"engine's {slots.num_usable} slots that states may keep; "
+                "delete some, or start a larger engine"
             )
 
     def start_of(self, handle: str | None) -> Start:
