@@ -17,7 +17,7 @@ PROSE_PROMPT = "KING HENRY.\n"
 FACTS = (
     "User: Mira's locker code is 4821.\nBot: Noted.\n"
     "User: Tobias lives in Lisbon.\nBot: Noted.\n"
-    "User: The spare key is under the blue pot.\nBot: Noted.\n"
+    "User: The spare key is under the green carpet.\nBot: Noted.\n"
     "User: How are you today?\nBot:"
 )
 QUESTIONS = ("What is Mira's locker code?", "Where does Tobias live?", "Where is the spare key?")

@@ -39,7 +39,7 @@ state is the start of a document; byte 0 ends one.
 Facts are told and asked in many wordings: codes, passwords, names of pets and people, jobs, homes, hiding
 places, counts, colours, dates, invented words; about several people or "my" own. A later
 `Mira's locker code is now 77.` replaces the answer. For what it was never told it should say
-`I do not know.`, but often invents something. It also continues prose in the manner of what it read.
+`I do not know.`; the table says how often it does. It also continues prose in the manner of what it read.
 
 ## Measured
 
@@ -114,7 +114,7 @@ def text(folder: Path, results: dict[str, dict[str, float]] | None, note: str) -
         held_out=corpus.HELD_OUT_TITLES,
         results=evaluate.table(results) if results else f"Not measured yet: `{command}`.\n",
         runs=runs_table(json.loads(runs.read_text())) if runs.exists() else "Not recorded.\n",
-        note=f"\n{note}\n" if note else "",
+        note=f"{note}\n" if note else "",
     )
 
 

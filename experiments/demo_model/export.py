@@ -10,10 +10,9 @@ import json
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from wkvm_jax.models.loading import load
 from wkvm_jax.models.model import Model
@@ -48,35 +47,6 @@ def tensors(params: Params, shape: Shape) -> dict[str, np.ndarray]:
         out[f"{at}.ffn.x_k"] = p["ffn.x_k"][None, None]
         out |= {f"{at}.ffn.{name}.weight": p[f"ffn.{name}"].T for name in ("key", "value")}
     return {name: np.ascontiguousarray(value, np.float32) for name, value in out.items()}
-
-
-def params_from(folder: Path, shape: Shape) -> Params:
-    """The training parameters in float32 from a written folder: `write` the other way round."""
-    stored = {name: value.astype(np.float32) for name, value in load_file(folder / WEIGHTS).items()}
-    width = shape.hidden_size
-
-    def layer(at: str) -> dict[str, np.ndarray]:
-        unused = {  # the first layer has no value mix; the stacked layers need some numbers there
-            "v0": np.zeros(width, np.float32),
-            "v1": np.zeros((width, shape.value_rank), np.float32),
-            "v2": np.zeros((shape.value_rank, width), np.float32),
-        }
-        p = {name: stored.get(f"{at}.att.{name}", unused.get(name)) for name in (*_VECTORS, *_LOW_RANK)}
-        p |= {name: p[name].reshape(-1) for name in _VECTORS}
-        p |= {name: stored[f"{at}.att.{name}.weight"].T for name in _LINEAR}
-        p |= {f"ffn.{name}": stored[f"{at}.ffn.{name}.weight"].T for name in ("key", "value")}
-        p["x_rwkvag"] = np.concatenate([stored[f"{at}.att.{name}"][0] for name in _MIXES])
-        p |= {"r_k": stored[f"{at}.att.r_k"], "ffn.x_k": stored[f"{at}.ffn.x_k"].reshape(-1)}
-        for norm, place in (*((norm, norm) for norm in _NORMS), ("ln_x", "att.ln_x")):
-            p |= {f"{norm}.{part}": stored[f"{at}.{place}.{part}"] for part in ("weight", "bias")}
-        return p
-
-    layers = [layer(f"blocks.{index}") for index in range(shape.num_layers)]
-    ends = {"emb": stored["emb.weight"], "head": stored["head.weight"].T}
-    for norm, place in (("ln0", "blocks.0.ln0"), ("ln_out", "ln_out")):
-        ends |= {f"{norm}.{part}": stored[f"{place}.{part}"] for part in ("weight", "bias")}
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
-    return jax.tree.map(jnp.asarray, {"blocks": stacked, "ends": ends})
 
 
 def config(shape: Shape) -> dict[str, object]:

@@ -8,6 +8,7 @@ row starts from the initial state. Matrix products run in bfloat16 on a GPU. Wei
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -23,6 +24,8 @@ Recurrence = Callable[[Heads, Heads, Heads, Heads, Heads, Heads], Heads]
 
 _LOG_DECAY_SCALE = 0.6065306597126334  # exp(-1/2)
 _MIXES = "rwkvag"
+# The time mix's first products, and the letter of the mix that each takes.
+_MIXED = {"receptance": "r", "key": "k", "value": "v", "w1": "w", "a1": "a", "v1": "v", "g1": "g"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +150,21 @@ def _shifted(x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
     return jnp.pad(x, ((0, 0), (1, 0), (0, 0)))[:, :-1]
 
 
+def _mixed_products(p: dict[str, Array], x: Float[Array, "b t d"], dtype: DTypeLike) -> list[Array]:
+    """The seven products of the time mix's inputs, each `(x + delta * mix) @ W`, in the order of `_MIXED`.
+
+    One product with twice the contraction, `[x, delta] @ [W; mix * W]`, is the same sum and never writes the
+    six mixed inputs: fewer bytes forward, and no reduction over all tokens for the gradient of `mix`.
+    """
+    mixes = dict(zip(_MIXES, p["x_rwkvag"], strict=True))
+    weights = [p[name] for name in _MIXED]
+    scaled = [mixes[mix][:, None] * p[name] for name, mix in _MIXED.items()]
+    both = jnp.concatenate([x, _shifted(x) - x], -1).astype(dtype)
+    out = _product(both, jnp.concatenate([jnp.concatenate(weights, 1), jnp.concatenate(scaled, 1)], 0))
+    ends = list(itertools.accumulate(weight.shape[1] for weight in weights))
+    return jnp.split(out, ends[:-1], axis=-1)
+
+
 def _recurrence_inputs(
     p: dict[str, Array], x: Float[Array, "b t d"], v_first: Array, is_first: Array, shape: Shape
 ) -> tuple[tuple[Heads, ...], Array, Array]:
@@ -155,16 +173,13 @@ def _recurrence_inputs(
     dtype, f32 = v_first.dtype, jnp.float32
     heads = (rows, length, width // shape.head_dim, shape.head_dim)
     x = _norm(x, p["ln1.weight"], p["ln1.bias"], shape.norm_eps)
-    delta = _shifted(x) - x
-    mixed = {name: (x + delta * mix).astype(dtype) for name, mix in zip(_MIXES, p["x_rwkvag"], strict=True)}
+    inner = dict(zip(_MIXED, _mixed_products(p, x, dtype), strict=True))
 
     def low_rank(name: str, activation: Callable[[Array], Array] = lambda y: y) -> Array:
-        inner = activation(_product(mixed[name], p[f"{name}1"]).astype(f32)).astype(dtype)
-        return _product(inner, p[f"{name}2"])
+        return _product(activation(inner[f"{name}1"].astype(f32)).astype(dtype), p[f"{name}2"])
 
-    r = _product(mixed["r"], p["receptance"])
-    k = _product(mixed["k"], p["key"]).astype(f32)
-    v = _product(mixed["v"], p["value"])
+    r, v = inner["receptance"], inner["value"]
+    k = inner["key"].astype(f32)
     v_first = jnp.where(is_first, v, v_first)
     share = jax.nn.sigmoid(p["v0"] + low_rank("v").astype(f32))
     v = (v + (v_first - v).astype(f32) * share).astype(dtype)

@@ -9,15 +9,11 @@ from .net import Shape
 from .training import Recipe
 
 # Short rows with few facts first, so that copying is learnt soon; then more of both; then long rows. Every
-# batch is 131,072 bytes, in two shapes: two compilations.
+# batch is 65,536 bytes, in two shapes: two compilations. Twice the rows a step take twice the time.
 PHASES = (
-    Phase(until=0.08, num_rows=64, length=2048, max_facts=8, max_filler_bytes=300, prose_share=0.2),
-    Phase(until=0.60, num_rows=64, length=2048, max_facts=20, max_filler_bytes=1200, prose_share=0.25),
-    Phase(until=1.00, num_rows=16, length=8192, max_facts=48, max_filler_bytes=6000, prose_share=0.3),
-)
-# For the last stretch of a run that was cut short: small batches, and a rate that falls from the start.
-ANNEAL_PHASES = (
-    Phase(until=1.00, num_rows=8, length=2048, max_facts=20, max_filler_bytes=1200, prose_share=0.1),
+    Phase(until=0.06, num_rows=32, length=2048, max_facts=8, max_filler_bytes=300, prose_share=0.15),
+    Phase(until=0.70, num_rows=32, length=2048, max_facts=20, max_filler_bytes=1200, prose_share=0.2),
+    Phase(until=1.00, num_rows=8, length=8192, max_facts=40, max_filler_bytes=5000, prose_share=0.2),
 )
 TINY_PHASES = (
     Phase(until=0.5, num_rows=4, length=256, max_facts=2, max_filler_bytes=60, prose_share=0.3),
@@ -33,16 +29,7 @@ def demo(options: argparse.Namespace) -> Recipe:
     """The model that ships."""
     return Recipe(
         shape=Shape(), phases=PHASES, num_steps=options.steps, seed=options.seed,
-        peak_rate=options.peak_rate, recurrence=options.recurrence, optimizer="muon",
-    )  # fmt: skip
-
-
-def anneal(options: argparse.Namespace) -> Recipe:
-    """Go on from written weights with a falling rate; a CPU with bfloat16 products needs 15 s a step."""
-    return Recipe(
-        shape=Shape(), phases=ANNEAL_PHASES, num_steps=options.steps, seed=options.seed,
-        peak_rate=options.peak_rate, recurrence=options.recurrence, warmup_steps=20, hold=0.0,
-        start_from=options.start_from,
+        peak_rate=options.peak_rate, recurrence=options.recurrence, hold=0.1,
     )  # fmt: skip
 
 

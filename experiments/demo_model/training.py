@@ -17,7 +17,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float, UInt8
 
-from . import export, net
+from . import net
 from .batches import Batch, Phase, batches, phase_at
 from .card import RUNS
 from .dialogues import ANSWER, PROSE, WEIGHT_UNIT
@@ -42,9 +42,7 @@ class Recipe:
     weight_decay: float = 0.1
     prose_dropout: float = 0.1
     recurrence: str = "xla"
-    optimizer: str = "adamw"
     dtype: str = "bfloat16"
-    start_from: Path | None = None  # a folder that `export` wrote, instead of fresh weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +76,19 @@ def _by_name(params: Params, names: tuple[str, ...]) -> dict[str, dict[str, bool
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, or Muon for the layers' matrices and AdamW for the rest."""
-    rate = learning_rate(recipe)
+    """Muon for the layers' matrices and AdamW for the rest, over clipped gradients."""
     mask = partial(_by_name, names=_DECAYED)
-    if recipe.optimizer == "adamw":
-        inner = optax.adamw(rate, b1=0.9, b2=0.99, eps=1e-12, weight_decay=recipe.weight_decay, mask=mask)
-    else:
-        numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
 
-        def which(params: Params) -> dict[str, dict[str, optax.contrib.MuonDimensionNumbers | None]]:
-            chosen = _by_name(params, _DECAYED)
-            chosen["ends"] = dict.fromkeys(chosen["ends"], False)
-            return jax.tree.map(lambda is_matrix: numbers if is_matrix else None, chosen)
+    def which(params: Params) -> dict[str, dict[str, optax.contrib.MuonDimensionNumbers | None]]:
+        chosen = _by_name(params, _DECAYED)
+        chosen["ends"] = dict.fromkeys(chosen["ends"], False)
+        return jax.tree.map(lambda is_matrix: numbers if is_matrix else None, chosen)
 
-        inner = optax.contrib.muon(
-            rate, weight_decay=recipe.weight_decay, weight_decay_mask=mask, consistent_rms=0.2,
-            adam_b1=0.9, adam_b2=0.99, muon_weight_dimension_numbers=which,
-        )  # fmt: skip
+    inner = optax.contrib.muon(
+        learning_rate(recipe), weight_decay=recipe.weight_decay, weight_decay_mask=mask, consistent_rms=0.2,
+        adam_b1=0.9, adam_b2=0.99, muon_weight_dimension_numbers=which,
+    )  # fmt: skip
     return optax.chain(optax.clip_by_global_norm(_CLIP), inner)
 
 
@@ -227,10 +221,7 @@ class Log:
 def initial_state(recipe: Recipe) -> dict[str, object]:
     """Parameters and optimizer state before the first step."""
     with jax.default_device(jax.devices("cpu")[0]):  # a GPU would compile for longer than this takes
-        if recipe.start_from is None:
-            params = net.init_params(recipe.shape, jax.random.key(recipe.seed))
-        else:
-            params = export.params_from(recipe.start_from, recipe.shape)
+        params = net.init_params(recipe.shape, jax.random.key(recipe.seed))
         state = {"params": params, "opt_state": optimizer(recipe).init(params)}
     return jax.tree.map(lambda leaf: jax.device_put(np.asarray(leaf), jax.devices()[0]), state)
 
@@ -274,16 +265,15 @@ def train(recipe: Recipe, loop: Loop) -> tuple[Params, int]:
 
 
 def _record_run(recipe: Recipe, path: Path, first_step: int, done: int, seconds: float) -> None:
-    """Add this run to the list of those that led to the weights, which begins with those of `start_from`."""
-    before = recipe.start_from / RUNS if recipe.start_from is not None and not path.exists() else path
-    runs = json.loads(before.read_text()) if before.exists() else []
+    """Add this run to the list of those that led to the weights."""
+    runs = json.loads(path.read_text()) if path.exists() else []
     phase = recipe.phases[0]
     run = {
         "first_step": first_step,
         "last_step": done,
         "num_steps": recipe.num_steps,
         "bytes_a_step": phase.num_rows * phase.length,
-        "optimizer": recipe.optimizer,
+        "optimizer": "muon",
         "peak_rate": recipe.peak_rate,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,

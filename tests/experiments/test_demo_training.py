@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -69,15 +68,6 @@ def test_written_weights_read_back(params: net.Params, tmp_path: Path) -> None:
     assert model.tokenizer is not None and model.tokenizer.name == "bytes"
 
 
-def test_training_can_start_from_written_weights(params: net.Params, tmp_path: Path) -> None:
-    export.write(params, SHAPE, tmp_path)
-    start = training.initial_state(dataclasses.replace(RECIPE, start_from=tmp_path))["params"]
-    assert jax.tree.map(jnp.shape, start) == jax.tree.map(jnp.shape, params)
-    written, again = export.tensors(params, SHAPE), export.tensors(start, SHAPE)
-    for name, value in written.items():
-        np.testing.assert_array_equal(value.astype(ml_dtypes.bfloat16), again[name], err_msg=name)
-
-
 def test_first_layers_unused_value_mix_is_not_written(params: net.Params) -> None:
     names = export.tensors(params, SHAPE)
     assert "blocks.0.att.v0" not in names and "blocks.1.att.v0" in names
@@ -105,11 +95,10 @@ def test_a_stopped_run_resumes_where_it_was(texts: Path, tmp_path: Path) -> None
     np.testing.assert_allclose(losses("parted"), losses("whole"), rtol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_loss_falls(texts: Path, optimizer: str) -> None:
+def test_loss_falls(texts: Path) -> None:
     from experiments.demo_model import batches, dialogues
 
-    recipe = dataclasses.replace(RECIPE, num_steps=40, optimizer=optimizer, hold=0.9)
+    recipe = dataclasses.replace(RECIPE, num_steps=40, hold=0.9)
     state = training.initial_state(recipe)
     prose = dialogues.Prose(corpus.select(corpus.load_works(texts), "train"))
     step = training.make_step(recipe)
