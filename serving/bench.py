@@ -19,6 +19,7 @@ from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.step import Device, NewLanes, Sizes
 from wkvm_jax.models.loading import load
 from wkvm_jax.models.model import Model
+from wkvm_jax.models.sizes import random_model
 from wkvm_jax.sampling import NUM_RESERVED_LANES, PADDING_LANE, LaneParams, idle_fields
 from wkvm_jax.serving.progress import loading_progress
 from wkvm_jax.state import INITIAL_SLOT, NUM_RESERVED_SLOTS, TRASH_SLOT
@@ -38,7 +39,7 @@ class DecodeResult:
 
 def bench_decode(arguments: argparse.Namespace) -> int:
     """Bare step and engine take turns, round by round, so that a noisy machine treats them alike."""
-    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    model = _model(arguments)
     results = [decode_speed(model, rows, arguments.steps, arguments.rounds) for rows in arguments.rows]
     memory = _memory(model, max(arguments.rows))
     if arguments.json:
@@ -61,7 +62,7 @@ def bench_decode(arguments: argparse.Namespace) -> int:
 
 def bench_prefill(arguments: argparse.Namespace) -> int:
     """Prompts of given lengths, one at a time, to the end of the prompt."""
-    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    model = _model(arguments)
     rng = np.random.default_rng(0)
     if not arguments.json:
         print(_describe(model, arguments.rounds))
@@ -82,6 +83,13 @@ def bench_prefill(arguments: argparse.Namespace) -> int:
             else:
                 print(f"{length:>8} {length / median_s:>12,.0f} {median_s * 1e3:>10.1f}")
     return 0
+
+
+def _model(arguments: argparse.Namespace) -> Model:
+    if arguments.size is not None:
+        return random_model(arguments.size, arguments.dtype or "bfloat16", kernels=arguments.kernels)
+    progress = loading_progress()
+    return load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=progress)
 
 
 def decode_speed(model: Model, rows: int, steps: int, rounds: int) -> DecodeResult:
@@ -163,13 +171,20 @@ def _memory(model: Model, rows: int) -> dict[str, float]:
 
 def _platform(model: Model, rounds: int) -> dict[str, str | int]:
     device = jax.devices()[0]
-    return {"model": model.name, "device": device.device_kind, "jax": jax.__version__, "rounds": rounds}
+    return {
+        "model": model.name,
+        "kernels": model.kernels,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "rounds": rounds,
+    }
 
 
 def _describe(model: Model, rounds: int) -> str:
     values = _platform(model, rounds)
     dtype = jax.tree.leaves(model.params)[0].dtype
     return (
-        f"{values['model']}, {dtype} weights, greedy, on {values['device']}, JAX {values['jax']}; "
+        f"{values['model']}, {dtype} weights, {model.kernels} kernels, greedy, on {values['device']}, "
+        f"JAX {values['jax']}; "
         f"medians of {rounds} rounds"
     )

@@ -152,6 +152,7 @@ def _add_bench(commands: Commands[argparse.ArgumentParser]) -> None:
 examples:
   wkvm bench decode --model demo --rows 1 8 32
   wkvm bench decode --model demo --rows 32 --rounds 7 --json
+  wkvm bench decode --size 1.5b --rows 1 32 256
 """,
     )
     _add_bench_common(decode)
@@ -164,7 +165,11 @@ examples:
         kinds,
         "prefill",
         "Tokens a second of reading a prompt through the engine.",
-        "example:\n  wkvm bench prefill --model demo --lengths 256 2048\n",
+        """\
+examples:
+  wkvm bench prefill --model demo --lengths 256 2048
+  wkvm bench prefill --size 1.5b --lengths 4096
+""",
     )
     _add_bench_common(prefill)
     prefill.add_argument(
@@ -197,6 +202,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         choices=["float32", "bfloat16"],
         help="of the weights (default: as stored; float32 on a CPU)",
     )
+    parser.add_argument(
+        "--kernels",
+        default="auto",
+        metavar="K",
+        help="what computes the model: xla, ampere, hopper, or auto, the fastest here (default: auto)",
+    )
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -214,6 +225,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench_common(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
+    parser.add_argument(
+        "--size",
+        choices=["0.1b", "0.4b", "1.5b", "2.9b", "7.2b"],
+        help="in place of a model: random bfloat16 weights in the shape of the RWKV-7 model of this size",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds; medians are printed (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON lines in place of a table")
 

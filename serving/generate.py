@@ -30,7 +30,7 @@ def generate(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
     )
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    model = load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=loading_progress())
     prompt_ids = encoded(model, _ids(prompt) if arguments.ids else prompt)
     chunk = next((size for size in DEFAULT_PREFILL_CHUNKS[:-1] if size >= len(prompt_ids) - 1), WIDEST_CHUNK)
     config = EngineConfig(num_slots=2, max_rows=1, prefill_chunks=(chunk,))

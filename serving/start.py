@@ -23,7 +23,7 @@ def start_server(arguments: argparse.Namespace) -> int:
         max_rows=arguments.max_rows or default_max_rows(arguments.num_slots),
         deterministic=arguments.deterministic,
     )
-    model = load(arguments.model, arguments.dtype, progress=loading_progress())
+    model = load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=loading_progress())
     engine = Engine(model, config=config)
     if not arguments.no_warmup:
         print("compiling; later starts find the compiled steps on disk", file=sys.stderr)

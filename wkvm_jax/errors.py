@@ -22,6 +22,15 @@ class CheckpointError(WkvmError):
         self.fault = fault
 
 
+class KernelUnavailableError(WkvmError):
+    """Kernels that cannot run where they were asked for."""
+
+    def __init__(self, requested: str, obstacle: str) -> None:
+        super().__init__(f"kernels {requested!r}: {obstacle}")
+        self.requested = requested
+        self.obstacle = obstacle
+
+
 class TokenizerError(WkvmError):
     """Tokenizer files that cannot be read or do not fit the model."""
 

@@ -209,13 +209,15 @@ def write_rows(
     return leaf.at[batch.write_slots].set(rows.astype(leaf.dtype))
 
 
-def read_layer(leaf: Shaped[Array, "s l ..."], batch: Batch, layer: int) -> Shaped[Array, "b ..."]:
+def read_layer(
+    leaf: Shaped[Array, "s l ..."], batch: Batch, layer: int | Int32[Array, ""]
+) -> Shaped[Array, "b ..."]:
     """The rows' values of one layer of a slot leaf."""
     return jax.lax.optimization_barrier(leaf[batch.read_slots, layer])
 
 
 def write_layer(
-    leaf: Shaped[Array, "s l ..."], batch: Batch, layer: int, rows: Shaped[Array, "b ..."]
+    leaf: Shaped[Array, "s l ..."], batch: Batch, layer: int | Int32[Array, ""], rows: Shaped[Array, "b ..."]
 ) -> Shaped[Array, "s l ..."]:
     """The leaf with the rows' values of one layer at their write slots."""
     return leaf.at[batch.write_slots, layer].set(rows.astype(leaf.dtype))

@@ -1,5 +1,6 @@
-"""The RWKV-7 recurrence (Peng et al., "RWKV-7 Goose", arXiv 2503.14456)."""
+"""RWKV-7's time mixing (Peng et al., "RWKV-7 Goose", arXiv 2503.14456)."""
 
-from wkvm_jax.kernels.rwkv7.api import Recurrence, recurrence
+from wkvm_jax.kernels.rwkv7.api import time_mix
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
 
-__all__ = ["Recurrence", "recurrence"]
+__all__ = ["Projections", "Variant", "time_mix"]

@@ -1,61 +1,51 @@
-"""One signature for the RWKV-7 recurrence, whatever computes it."""
+"""RWKV-7's time mixing between its projections and its output product: one signature for all platforms."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
 
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Float, Float32
 
-from wkvm_jax.kernels.rwkv7 import xla
-from wkvm_jax.state import Batch, read_layer, write_layer
-
-
-class Recurrence(Protocol):
-    """What a replacement for `recurrence` must accept and return."""
-
-    def __call__(
-        self,
-        arena: Float32[Array, "s l h k v"],
-        layer: int,
-        batch: Batch,
-        inputs: tuple[Float[Array, "b t h _"], ...],
-    ) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]: ...
+from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.rwkv7 import mosaic_gpu, xla
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
+from wkvm_jax.state import Batch
 
 
-def recurrence(
+def time_mix(
     arena: Float32[Array, "s l h k v"],
     layer: int,
     batch: Batch,
-    inputs: tuple[Float[Array, "b t h _"], ...],
-) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]:
-    """Runs one layer's recurrence for every row of a batch, from its read slot to its write slot.
+    projections: Projections,
+    params: Mapping[str, Array],
+    ln_x: Mapping[str, Array],
+    *,
+    variant: Variant,
+    kernels: Kernels,
+) -> tuple[Float[Array, "b t hv"], Float32[Array, "s l h k v"]]:
+    """Runs one layer's time mixing for every row of a batch, from its read slot to its write slot.
+
+    Equations 7 to 17 of arXiv 2503.14456: decay, in-context rate, value residual, key normalisation, the
+    recurrence, group norm, the current token's bonus and the gate.
 
     Args:
         arena: matrix states, slot-major, `[key, value]` a head.
         layer: which layer's states to use.
         batch: says where rows read and write and how many tokens of each count.
-        inputs: `(r, log_w, k, v, a, b)` as `recurrence_reference` explains. `log_w` is at least
-            -exp(-0.5), as the model's is; chunks lose accuracy below about -5.
+        projections: the layer's products. Where one kernel runs they may have more rows than the batch; what
+            those give has no meaning.
+        params: `w0 a0 k_k k_a r_k` and, beyond the first layer, `v0`.
+        ln_x: the group norm's "scale" and "bias".
+        variant: see `Variant`.
+        kernels: what computes it. On a GPU, one token a row is one kernel; several take the XLA path.
 
     Returns:
-        The output for each token (of no meaning past a row's length) and the arena with the rows' new
-        states at their write slots. A row's state is that after its last counted token.
+        The gated output, in the projections' dtype and of no meaning past a row's length, and the arena
+        with the rows' new states at their write slots: those after the last counted token.
 
-    Gradients flow through every floating argument.
+    Gradients flow through every floating argument, on every platform as those of the XLA path.
     """
-    r, log_w, k, v, a, b = (x.astype(jnp.float32) for x in inputs)
-    counted = _counted(batch)
-    log_w = jnp.where(counted, log_w, 0.0)
-    k, a = jnp.where(counted, k, 0.0), jnp.where(counted, a, 0.0)
-    if r.shape[1] == 1:
-        one = tuple(x[:, 0] for x in (r, log_w, k, v, a, b))
-        y, arena = xla.step_in_arena(arena, layer, batch.read_slots, batch.write_slots, one)
-        return y[:, None], arena
-    several = xla.scanned if r.shape[1] <= xla.MAX_SCANNED else xla.chunked
-    y, final_state = several((r, log_w, k, v, a, b), read_layer(arena, batch, layer))
-    return y, write_layer(arena, batch, layer, final_state)
-
-
-def _counted(batch: Batch) -> Bool[Array, "b t 1 1"]:
-    return (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None])[:, :, None, None]
+    if kernels == "xla" or projections.r.shape[1] > 1:
+        return xla.time_mix(arena, layer, batch, projections, params, ln_x, variant)
+    interpreted = kernels == "hopper_interpreted"
+    return mosaic_gpu.time_mix(arena, batch, projections, params, ln_x, layer, variant, interpreted)

@@ -1,14 +1,21 @@
-"""The RWKV-7 recurrence in plain XLA: one token in the arena, or many tokens in chunks."""
+"""RWKV-7's time mixing in plain XLA: one token in the arena, or many tokens in chunks."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
 from wkvm_jax.kernels.rwkv7.reference import recurrence_reference
+from wkvm_jax.state import Batch, read_layer, write_layer
+
+DECAY_SCALE = math.exp(-0.5)
+"""The decay is `exp(-DECAY_SCALE * sigmoid(...))`, so it stays above 0.545 (arXiv 2503.14456, eq. 14)."""
 
 CHUNK = 16
 """Tokens a chunk. The decay of one token is at least exp(-exp(-0.5)) = 0.545, so the inverse of a chunk's
@@ -20,9 +27,101 @@ MAX_SCANNED = 8
 _einsum = partial(jnp.einsum, precision="highest")
 
 
+def time_mix(
+    arena: Float32[Array, "s l h k v"],
+    layer: int | Int32[Array, ""],
+    batch: Batch,
+    projections: Projections,
+    params: Mapping[str, Array],
+    ln_x: Mapping[str, Array],
+    variant: Variant,
+) -> tuple[Float[Array, "b t hv"], Float32[Array, "s l h k v"]]:
+    """As `api.time_mix` says, for any number of tokens."""
+    num_heads, head_dim = arena.shape[2], arena.shape[3]
+    p = jax.tree.map(lambda x: x.astype(jnp.float32), projections)
+    params = {name: param.astype(jnp.float32) for name, param in params.items()}
+    log_w = -DECAY_SCALE * jax.nn.sigmoid(params["w0"] + p.w)
+    iclr = jax.nn.sigmoid(params["a0"] + p.a)
+    v = p.v
+    if p.v_mix is not None:
+        v = v + (p.v_first - v) * jax.nn.sigmoid(params["v0"] + p.v_mix)
+    heads = partial(_split_heads, num_heads=num_heads)
+    removal = _unit_length(heads(p.k * params["k_k"]), variant.fused_norm)
+    k = p.k * (1 + (iclr - 1) * params["k_a"])
+    r, log_w, k, v, iclr = map(heads, (p.r, log_w, k, v, iclr))
+    bonus = jnp.sum(r * k * params["r_k"], axis=-1, keepdims=True) * v
+    y, arena = recurrence(arena, layer, batch, (r, log_w, k, v, -removal, removal * iclr))
+    y = _group_norm(y, ln_x, head_dim * variant.norm_eps) + bonus.reshape(p.v.shape)
+    return (y * p.g).astype(projections.r.dtype), arena
+
+
+def _split_heads(x: Float32[Array, "b t hc"], num_heads: int) -> Float32[Array, "b t h c"]:
+    return x.reshape(*x.shape[:-1], num_heads, -1)
+
+
+def _unit_length(x: Float32[Array, "b t h k"], fused_norm: bool) -> Float32[Array, "b t h k"]:
+    """`x` divided by its length in the last axis, with either source's guard against zero."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    if fused_norm:
+        return x * jax.lax.rsqrt(square + 1e-6)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+
+
+def _group_norm(
+    x: Float32[Array, "b t h v"], params: Mapping[str, Array], eps: float
+) -> Float32[Array, "b t hv"]:
+    """GroupNorm with one group a head, heads joined in the result."""
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    x = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    x = x.reshape(*x.shape[:-2], -1) * params["scale"].astype(jnp.float32)
+    return x + params["bias"].astype(jnp.float32)
+
+
+def recurrence(
+    arena: Float32[Array, "s l h k v"],
+    layer: int | Int32[Array, ""],
+    batch: Batch,
+    inputs: tuple[Float32[Array, "b t h _"], ...],
+) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]:
+    """The recurrence for every row of a batch, from its read slot to its write slot.
+
+    Args:
+        arena, layer, batch: as in `time_mix`.
+        inputs: `(r, log_w, k, v, a, b)` as `recurrence_reference` explains. `log_w` is at least
+            -exp(-0.5), as the model's is; chunks lose accuracy below about -5.
+
+    Returns:
+        The output for each token and the arena; a row's state is that after its last counted token.
+    """
+    r, log_w, k, v, a, b = inputs
+    counted = _counted(batch)
+    log_w = jnp.where(counted, log_w, 0.0)
+    k, a = jnp.where(counted, k, 0.0), jnp.where(counted, a, 0.0)
+    inputs = (r, log_w, k, v, a, b)
+
+    def in_arena(arena: Array) -> tuple[Array, Array]:
+        one = tuple(x[:, 0] for x in inputs)
+        y, arena = step_in_arena(arena, layer, batch.read_slots, batch.write_slots, one)
+        return y[:, None], arena
+
+    def gathered(arena: Array) -> tuple[Array, Array]:
+        several = scanned if r.shape[1] <= MAX_SCANNED else chunked
+        y, final_state = several(inputs, read_layer(arena, batch, layer))
+        return y, write_layer(arena, batch, layer, final_state)
+
+    if r.shape[1] > 1:
+        return gathered(arena)
+    result: tuple[Array, Array] = jax.lax.platform_dependent(arena, cpu=in_arena, default=gathered)
+    return result
+
+
+def _counted(batch: Batch) -> Bool[Array, "b t 1 1"]:
+    return (jnp.arange(batch.tokens.shape[1]) < batch.lengths[:, None])[:, :, None, None]
+
+
 def step_in_arena(
     arena: Float32[Array, "s l h k v"],
-    layer: int,
+    layer: int | Int32[Array, ""],
     read_slots: Int32[Array, " rows"],
     write_slots: Int32[Array, " rows"],
     inputs: tuple[Float32[Array, "rows h _"], ...],

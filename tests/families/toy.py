@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray
 
+from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.models.family import Family, Layout, Shapes
 from wkvm_jax.models.layers import layer_norm, product
 from wkvm_jax.models.model import Model
@@ -87,7 +88,9 @@ def state_spec(config: Config) -> StateSpec:
     )
 
 
-def forward(params: Params, batch: Batch, state: State, *, config: Config) -> tuple[Array, State]:
+def forward(
+    params: Params, batch: Batch, state: State, *, config: Config, kernels: Kernels = "xla"
+) -> tuple[Array, State]:
     """Runs the batch's tokens; see `wkvm_jax.models.family.Family`."""
     start = read_rows(state.num_tokens, batch)
     x = params["embedding"][batch.tokens].astype(jnp.float32)

@@ -121,7 +121,7 @@ def sampling_step(
         page_table=rows.page_table,
     )
     positions = arena.num_tokens[rows.read_slots] + 1
-    hidden, arena = model.family.forward(params, batch, arena, config=model.config)
+    hidden, arena = model.family.forward(params, batch, arena, config=model.config, kernels=model.kernels)
     logits = model.family.head(params, hidden[:, 0], config=model.config)
     sampled, lanes = sample(logits, lanes, rows.lane_ids, positions)
     return arena, lanes, sampled
@@ -129,7 +129,9 @@ def sampling_step(
 
 def prompt_step(params: Params, arena: State, rows: PromptRows, *, model: Model) -> tuple[State, Scores]:
     """Consumes part of a prompt, and scores it if asked to."""
-    hidden, arena = model.family.forward(params, rows.batch, arena, config=model.config)
+    hidden, arena = model.family.forward(
+        params, rows.batch, arena, config=model.config, kernels=model.kernels
+    )
     num_rows, width, channels = hidden.shape
     block = min(width, SCORE_CHUNK)
     counted = jnp.arange(width) < rows.batch.lengths[:, None]

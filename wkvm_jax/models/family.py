@@ -51,7 +51,7 @@ class Family:
         name: as configs spell it, e.g. "rwkv7".
         param_spec: the parameter tree of a config, as `jax.ShapeDtypeStruct`s.
         state_spec: one conversation's state, without a batch axis.
-        forward: `(params, batch, state, *, config) -> (hidden [b, t, d], state)`, pure.
+        forward: `(params, batch, state, *, config, kernels) -> (hidden [b, t, d], state)`, pure.
         head: `(params, hidden, *, config) -> float32 logits` of the positions given.
         layout: the mapping for a checkpoint of this family, None for any other. Raises `ValueError`
             with the fields named for one that is of this family and not supported.

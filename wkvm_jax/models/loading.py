@@ -11,6 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from wkvm_jax.errors import CheckpointError
+from wkvm_jax.kernels.dispatch import choose_kernels
 from wkvm_jax.models.family import Family, Layout
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.registry import FAMILIES
@@ -26,6 +27,7 @@ def load(
     dtype: DTypeLike | None = None,
     *,
     tokenizer: Tokenizer | None = None,
+    kernels: str = "auto",
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Loads a model.
@@ -36,6 +38,8 @@ def load(
         dtype: what the weights become. None keeps what is stored, except that 16-bit weights become
             float32 on a CPU, whose products are faster that way.
         tokenizer: used in place of what lies beside the checkpoint.
+        kernels: what computes the model: "xla", "ampere", "hopper", or "auto" for the fastest that runs on
+            the default device.
         progress: called with the bytes done and the bytes there are.
 
     Returns:
@@ -44,7 +48,9 @@ def load(
     Raises:
         CheckpointError: what is wrong with which file.
         TokenizerError: the same for a tokenizer's files.
+        KernelUnavailableError: the kernels asked for cannot run here; the message says why.
     """
+    chosen = choose_kernels(kernels)
     path = DEMO_DIRECTORY if model == "demo" else Path(model)
     checkpoint = read_checkpoint(path)
     family, layout = find_layout(checkpoint)
@@ -56,7 +62,7 @@ def load(
         progress=progress,
     )
     tokenizer = tokenizer or load_tokenizer(checkpoint.directory, checkpoint.config, layout.config.vocab_size)
-    return Model(family, layout.config, params, tokenizer, name=_name(model))
+    return Model(family, layout.config, params, tokenizer, name=_name(model), kernels=chosen)
 
 
 def find_layout(checkpoint: Checkpoint) -> tuple[Family, Layout]:

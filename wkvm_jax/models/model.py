@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Integer
 
+from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.models.family import Family, FamilyConfig
 from wkvm_jax.state import State, StateSpec, identity_batch
 from wkvm_jax.tokenizers.base import Tokenizer
@@ -34,6 +35,7 @@ class Model:
         params: the weights, a pytree.
         tokenizer: None for a checkpoint that brought none; such a model takes and gives ids.
         name: what it was loaded as.
+        kernels: what computes it; `wkvm_jax.load` chooses.
     """
 
     family: Family
@@ -41,6 +43,7 @@ class Model:
     params: Params
     tokenizer: Tokenizer | None = None
     name: str = "model"
+    kernels: Kernels = "xla"
 
     @cached_property
     def state_spec(self) -> StateSpec:
@@ -133,7 +136,7 @@ class Model:
             raise ValueError(f"a pass needs at least one token a row; got {tokens.shape=}")
         counted = None if lengths is None else jnp.asarray(lengths, jnp.int32)
         batch = identity_batch(jnp.asarray(tokens, jnp.int32), state, counted)
-        return self.family.forward(params, batch, state, config=self.config)
+        return self.family.forward(params, batch, state, config=self.config, kernels=self.kernels)
 
     @cached_property
     def _jitted_apply(self) -> jax.stages.Wrapped:

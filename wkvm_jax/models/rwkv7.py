@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NotRequired, TypedDict
 
@@ -17,24 +17,22 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from wkvm_jax.kernels.rwkv7 import Recurrence, recurrence
-from wkvm_jax.models.layers import group_norm, last_counted, layer_norm, previous_tokens, product
+from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.products import Product, padded_rows, products
+from wkvm_jax.kernels.rwkv7 import Projections, Variant, time_mix
+from wkvm_jax.kernels.token_shift import TokenShift
+from wkvm_jax.models.layers import layer_norm, product
 from wkvm_jax.state import (
     Batch,
     LeafSpec,
     State,
     StateSpec,
     advance_num_tokens,
-    read_rows,
-    write_rows,
 )
 from wkvm_jax.types import Params
 
 MIXES = ("r", "w", "k", "v", "a", "g")
 """Order of the token-shift mixes in the parameter `x_rwkvag`."""
-
-DECAY_SCALE = math.exp(-0.5)
-"""The decay is `exp(-DECAY_SCALE * sigmoid(...))`, so it stays above 0.545 (arXiv 2503.14456, eq. 14)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +184,7 @@ def forward(
     state: State,
     *,
     config: Config,
-    recurrence: Recurrence = recurrence,
+    kernels: Kernels = "xla",
 ) -> tuple[Float32[Array, "b t d"], State]:
     """Runs the batch's tokens from their read slots and leaves the new states at their write slots.
 
@@ -194,31 +192,35 @@ def forward(
         params: as `param_spec` lays out, in any floating dtype.
         batch: tokens `[b, t]` and where the rows read and write.
         state: an arena, or a research batch.
-        recurrence: computes one layer's recurrence; another implementation may stand in.
+        kernels: what computes it.
 
     Returns:
         The final norm's output for each token and the new state.
     """
-    x = params["embedding"][batch.tokens].astype(jnp.float32)
-    x = layer_norm(x, params["ln0"], config.norm_eps)
-    wkv, shift = state.leaves["wkv"], read_rows(state.leaves["shift"], batch)
-    shifts, v_first = [], None
+    num_rows, num_tokens = batch.tokens.shape
+    rows = padded_rows(num_rows, num_tokens, kernels)
+    tokens = jnp.pad(batch.tokens, ((0, rows - num_rows), (0, 0)))
+    x = layer_norm(params["embedding"][tokens].astype(jnp.float32), params["ln0"], config.norm_eps)
+    wkv, shift = state.leaves["wkv"], TokenShift(state.leaves["shift"], batch, kernels)
+    mix = partial(shift.mix, eps=config.norm_eps, dtype=params["embedding"].dtype)
+    variant = Variant(config.norm_eps, config.fused_norm)
+    parts, v_first = None, None
     for layer, block in enumerate(params["blocks"]):
-        y = layer_norm(x, block["ln1"], config.norm_eps)
-        inputs, gate, bonus, v_first = _time_mix_inputs(
-            block["time_mix"], y, previous_tokens(y, shift[:, layer, 0]), v_first, config
+        weights = block["time_mix"]
+        x, mixed = mix(x, parts, layer, 0, block["ln1"], weights["x_rwkvag"])
+        projections = _projections(weights, mixed, v_first, kernels)
+        v_first = projections.v if v_first is None else v_first
+        out, wkv = time_mix(
+            wkv, layer, batch, projections, _small(weights), block["ln_x"], variant=variant, kernels=kernels
         )
-        shifts.append(last_counted(y, shift[:, layer, 0], batch.lengths))
-        out, wkv = recurrence(wkv, layer, batch, inputs)
-        x = x + _time_mix_output(block, out, gate, bonus, config)
-        y = layer_norm(x, block["ln2"], config.norm_eps)
-        x = x + _channel_mix(block["channel_mix"], y, previous_tokens(y, shift[:, layer, 1]))
-        shifts.append(last_counted(y, shift[:, layer, 1], batch.lengths))
-    hidden = layer_norm(x, params["ln_out"], config.norm_eps)
-    leaves = {
-        "wkv": wkv,
-        "shift": write_rows(state.leaves["shift"], batch, jnp.stack(shifts, axis=1).reshape(shift.shape)),
-    }
+        (parts,) = products([Product(out, weights["output"])], kernels=kernels, in_parts=True)
+        weights = block["channel_mix"]
+        x, (mixed_key,) = mix(x, parts, layer, 1, block["ln2"], weights["x_k"][None])
+        (inner,) = products([Product(mixed_key, weights["key"], "square_relu")], kernels=kernels)
+        (parts,) = products([Product(inner, weights["value"])], kernels=kernels, in_parts=True)
+    x = x if parts is None else x + jnp.sum(parts, axis=0)
+    hidden = layer_norm(x[:num_rows], params["ln_out"], config.norm_eps)
+    leaves = {"wkv": wkv, "shift": shift.finish()}
     return hidden, state.replace(leaves=leaves, num_tokens=advance_num_tokens(state, batch))
 
 
@@ -229,61 +231,35 @@ def head(
     return product(hidden, params["embedding"].T if config.tied_head else params["head"])
 
 
-def _time_mix_inputs(
+def _projections(
     params: Mapping[str, Array],
-    x: Float32[Array, "b t d"],
-    previous: Float32[Array, "b t d"],
-    v_first: Float32[Array, "b t hv"] | None,
-    config: Config,
-) -> tuple[tuple[Array, ...], Array, Array, Array]:
-    """The recurrence's inputs, the output gate, the current token's bonus, and layer 0's values."""
-    mixes, change = params["x_rwkvag"].astype(jnp.float32), previous - x
-    x_r, x_w, x_k, x_v, x_a, x_g = (x + change * mixes[index] for index in range(len(MIXES)))
-    r = product(x_r, params["receptance"])
-    k = product(x_k, params["key"])
-    v = product(x_v, params["value"])
-    log_w = -DECAY_SCALE * jax.nn.sigmoid(_low_rank(params, "w", x_w, jnp.tanh))
-    iclr = jax.nn.sigmoid(_low_rank(params, "a", x_a))
-    gate = product(jax.nn.sigmoid(product(x_g, params["g1"])), params["g2"])
+    mixed: Sequence[Float[Array, "b t d"]],
+    v_first: Float[Array, "b t hv"] | None,
+    kernels: Kernels,
+) -> Projections:
+    """Everything that products make of one layer's mixed inputs, which come in the order of `MIXES`."""
+    x_r, x_w, x_k, x_v, x_a, x_g = mixed
+    first = [
+        Product(x_r, params["receptance"]),
+        Product(x_k, params["key"]),
+        Product(x_v, params["value"]),
+        Product(x_w, params["w1"], "tanh"),
+        Product(x_a, params["a1"]),
+        Product(x_g, params["g1"], "sigmoid"),
+    ]
     if v_first is None:
-        v_first = v
+        r, k, v, *inner = products(first, kernels=kernels)
+        ups = [params[name] for name in ("w2", "a2", "g2")]
     else:
-        v = v + (v_first - v) * jax.nn.sigmoid(_low_rank(params, "v", x_v))
-    heads = partial(_split_heads, num_heads=config.num_heads)
-    removal = _unit_length(heads(k * params["k_k"]), config.fused_norm)
-    k = k * (1 + (iclr - 1) * params["k_a"])
-    r, log_w, k, v, iclr = map(heads, (r, log_w, k, v, iclr))
-    bonus = jnp.sum(r * k * params["r_k"], axis=-1, keepdims=True) * v
-    return (r, log_w, k, v, -removal, removal * iclr), gate, bonus, v_first
+        r, k, v, *inner = products([*first, Product(x_v, params["v1"])], kernels=kernels)
+        ups = [params[name] for name in ("w2", "a2", "g2", "v2")]
+    w, a, g, *v_mix = products(list(map(Product, inner, ups)), kernels=kernels)
+    return Projections(r, k, v, w, a, g, v_mix[0] if v_mix else None, v_first)
 
 
-def _low_rank(
-    params: Mapping[str, Array], name: str, x: Array, inner: Callable[[Array], Array] = lambda x: x
-) -> Array:
-    down = product(x, params[f"{name}1"])
-    return params[f"{name}0"].astype(jnp.float32) + product(inner(down), params[f"{name}2"])
-
-
-def _time_mix_output(block: BlockParams, out: Array, gate: Array, bonus: Array, config: Config) -> Array:
-    out = group_norm(out, block["ln_x"], config.head_dim * config.norm_eps)
-    return product((out + bonus.reshape(out.shape)) * gate, block["time_mix"]["output"])
-
-
-def _channel_mix(params: Mapping[str, Array], x: Array, previous: Array) -> Array:
-    key = product(x + (previous - x) * params["x_k"].astype(jnp.float32), params["key"])
-    return product(jnp.square(jax.nn.relu(key)), params["value"])
-
-
-def _split_heads(x: Float32[Array, "b t hc"], num_heads: int) -> Float32[Array, "b t h c"]:
-    return x.reshape(*x.shape[:-1], num_heads, -1)
-
-
-def _unit_length(x: Float32[Array, "b t h k"], fused_norm: bool) -> Float32[Array, "b t h k"]:
-    """`x` divided by its length in the last axis, with either source's guard against zero."""
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    if fused_norm:
-        return x * jax.lax.rsqrt(square + 1e-6)
-    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-24))
+def _small(params: Mapping[str, Array]) -> dict[str, Array]:
+    """The parameters that the time mixing takes beside its projections."""
+    return {name: params[name] for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k") if name in params}
 
 
 def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:

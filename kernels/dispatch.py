@@ -1,0 +1,77 @@
+"""Which implementation of the kernels runs: decided once, before anything is compiled."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol, cast, runtime_checkable
+
+import jax
+
+from wkvm_jax.errors import KernelUnavailableError
+
+Kernels = Literal["xla", "ampere", "hopper", "hopper_interpreted"]
+"""`xla` runs anywhere. `ampere` are Pallas Mosaic GPU kernels for NVIDIA GPUs of compute capability 8.0 and
+newer; `hopper` adds those that need Hopper's matrix and copy instructions (9.0). Interpreted, they run on a
+CPU, for tests at tiny shapes."""
+
+KERNELS: tuple[Kernels, ...] = ("xla", "ampere", "hopper", "hopper_interpreted")
+_LEAST_CAPABILITY = 8.0
+_HOPPER = 9.0
+
+
+@runtime_checkable
+class Device(Protocol):
+    """As much of a `jax.Device` as the choice looks at."""
+
+    @property
+    def platform(self) -> str: ...
+
+    @property
+    def device_kind(self) -> str: ...
+
+
+class _Gpu(Device, Protocol):
+    """A device of platform "gpu" also has this."""
+
+    @property
+    def compute_capability(self) -> str: ...
+
+
+def choose_kernels(requested: str = "auto", device: Device | None = None) -> Kernels:
+    """The implementation to use on a device.
+
+    Args:
+        requested: one of `KERNELS`, or "auto": the fastest that runs there.
+        device: by default the first of JAX's default backend.
+
+    Raises:
+        KernelUnavailableError: there is no such implementation, or it cannot run on the device; the message
+            says why. Nothing is ever replaced silently.
+    """
+    device = device or jax.devices()[0]
+    for kernels in KERNELS:
+        if kernels == requested:
+            obstacle = _obstacle(kernels, device)
+            if obstacle is not None:
+                raise KernelUnavailableError(requested, obstacle)
+            return kernels
+    if requested != "auto":
+        raise KernelUnavailableError(requested, f"no such choice; there are auto, {', '.join(KERNELS)}")
+    best: tuple[Kernels, ...] = ("hopper", "ampere")
+    return next((kernels for kernels in best if _obstacle(kernels, device) is None), "xla")
+
+
+def _obstacle(kernels: Kernels, device: Device) -> str | None:
+    """Why kernels cannot run on a device."""
+    if kernels in ("xla", "hopper_interpreted"):
+        return None
+    if device.platform not in ("gpu", "cuda"):
+        return f"they need an NVIDIA GPU, and this is a {device.platform} ({device.device_kind})"
+    try:
+        capability = float(cast(_Gpu, device).compute_capability)
+    except ValueError:  # an AMD GPU's is a name, such as gfx942
+        return f"they need an NVIDIA GPU, and this is {device.device_kind}"
+    if kernels == "hopper" and capability != _HOPPER:
+        return f"they need compute capability 9.0, and {device.device_kind} has {capability}"
+    if capability < _LEAST_CAPABILITY:
+        return f"they need compute capability 8.0 or newer, and {device.device_kind} has {capability}"
+    return None

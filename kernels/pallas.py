@@ -1,0 +1,104 @@
+"""What all Mosaic GPU kernels here share: how they are called, and references to memory.
+
+JAX's own types of references are not public, so `Ref` says what kernels use of them; what needs JAX's types
+is in this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+
+class Parts(Protocol):
+    """`ref.at`."""
+
+    def __getitem__(self, index: object) -> Ref: ...
+
+
+@runtime_checkable
+class Ref(Protocol):
+    """An operand inside a kernel: device or shared memory that is read and written by index.
+
+    Attributes:
+        at: `ref.at[index]` is a part of the memory, as a reference.
+        T: the same memory with its axes in reverse.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> jnp.dtype: ...
+
+    @property
+    def at(self) -> Parts: ...
+
+    @property
+    def T(self) -> Ref: ...  # noqa: N802 - NumPy's name
+
+    def __getitem__(self, index: object) -> Array: ...
+
+    def __setitem__(self, index: object, value: Array) -> None: ...
+
+
+def kernel(
+    body: Callable[..., None],
+    out_types: Sequence[jax.ShapeDtypeStruct],
+    grid: dict[str, int],
+    *,
+    interpreted: bool,
+    scratch: Sequence[tuple[tuple[int, ...], DTypeLike]] = (),
+) -> Callable[..., list[Array]]:
+    """A kernel of one block of four warps a grid point.
+
+    Args:
+        body: called with references to the operands, the results and the scratch memory.
+        out_types: of the results.
+        grid: the size of each of the grid's axes, by name.
+        interpreted: run it in Python on a CPU.
+        scratch: shapes and dtypes of shared memory that each block gets.
+    """
+    made: Callable[..., list[Array]] = plgpu.kernel(
+        body,
+        out_type=list(out_types),
+        scratch_types=[plgpu.SMEM(shape, dtype) for shape, dtype in scratch],
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        interpret=plgpu.InterpretGPUParams() if interpreted else None,
+    )
+    return made
+
+
+def load(ref: Ref, layout: plgpu.SomeLayout) -> Array:
+    """What a reference holds, in registers, shared by the block's threads as the layout says."""
+    loaded: Array = plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[arg-type]
+    return loaded
+
+
+def broadcast(x: Array, shape: tuple[int, ...], axes: tuple[int, ...] = ()) -> Array:
+    """`x` along the named axes of a larger shape; kernels broadcast nothing by themselves."""
+    return jax.lax.broadcast_in_dim(x, shape, axes)
+
+
+def write(staged: Ref, target: Ref) -> None:
+    """Moves shared memory, once all threads have filled it, to device memory."""
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, target)  # type: ignore[arg-type]
+    plgpu.wait_smem_to_gmem(0)
+
+
+def add_product(sums: Ref, left: Ref, right: Ref) -> None:
+    """`sums += left @ right`, begun on the tensor cores; it is done after `plgpu.wgmma_wait(0)`."""
+    plgpu.wgmma(sums, left, right)  # type: ignore[arg-type]
+
+
+def swizzled(width: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How tensor cores want 16-bit tiles `width` wide to lie in shared memory."""
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]

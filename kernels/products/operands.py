@@ -1,0 +1,44 @@
+"""What goes into a group of products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+Activation = Literal["none", "tanh", "sigmoid", "square_relu"]
+
+ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "none": lambda x: x,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "square_relu": lambda x: jnp.square(jnp.maximum(x, 0.0)),
+}
+"""What may follow a product, in float32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """`activation(x @ weight)`.
+
+    Attributes:
+        x: rows; taken in the weight's dtype. It may be wider than `weight` is high: what is over meets no
+            weight.
+        weight: `[in, out]`.
+        activation: applied to the float32 sums.
+        dtype: of the result; None is the weight's.
+    """
+
+    x: Float[Array, "b t i"]
+    weight: Float[Array, "j o"]
+    activation: Activation = "none"
+    dtype: DTypeLike | None = None
+
+    @property
+    def result_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.weight.dtype if self.dtype is None else self.dtype)

@@ -1,0 +1,176 @@
+"""RWKV-7's time mixing of one token a row, as one Pallas Mosaic GPU kernel over the arena.
+
+One block of four warps takes one head of one row. It reads the head's matrix from the row's read slot into
+registers, does everything between the projections and the output product, and writes the matrix to the
+write slot: each byte of state moves once each way, and nothing else of any size moves at all. Matrices go
+straight between memory and registers, in 16-byte pieces, without instructions newer than Ampere's.
+
+In registers a warp holds a quarter of the value channels and every key channel, 8 lanes side by side along
+the keys: so the recurrence's two sums over keys stay within a warp, as shuffles, and only the group norm's
+sums over values cross warps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
+
+from wkvm_jax.kernels.pallas import Ref, broadcast, kernel, load
+from wkvm_jax.kernels.rwkv7 import xla
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
+from wkvm_jax.state import Batch
+
+KEY_LANES, VALUES_A_WARP, VECTOR, WARPS = 8, 16, 4, 4
+VALUE_BLOCK = WARPS * VALUES_A_WARP
+"""Value channels are handled in multiples of this, key channels in multiples of `KEY_LANES`."""
+
+MATRIX = plgpu.Layout.TILED(
+    fragmented_array.Tiling(((KEY_LANES, VALUE_BLOCK), (KEY_LANES, VALUES_A_WARP), (VECTOR,))),
+    warp_dims=(-4,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+KEYS, VALUES = MATRIX.reduce(1), MATRIX.reduce(0)
+
+_Operands = tuple[Array, Batch, Array, Projections, Mapping[str, Array], Mapping[str, Array]]
+
+
+def time_mix(
+    arena: Float32[Array, "s l h k v"],
+    batch: Batch,
+    projections: Projections,
+    params: Mapping[str, Array],
+    ln_x: Mapping[str, Array],
+    layer: int,
+    variant: Variant,
+    interpreted: bool,
+) -> tuple[Float[Array, "b 1 hv"], Float32[Array, "s l h k v"]]:
+    """As `api.time_mix` says, for one token a row; gradients are those of the XLA path.
+
+    Raises:
+        ValueError: the heads' widths do not fit the kernel.
+    """
+    num_keys, num_values = arena.shape[3:]
+    if num_keys % KEY_LANES or num_values % VALUE_BLOCK:
+        raise ValueError(
+            f"keys must be a multiple of {KEY_LANES} wide and values one of {VALUE_BLOCK}; "
+            f"these have {num_keys=} and {num_values=}: load the model with kernels='xla'"
+        )
+    where = jnp.asarray(np.array([layer], np.int32))  # no constant of the kernel: one serves all layers
+    operands = (arena, batch, where, projections, params, ln_x)
+    result: tuple[Array, Array] = _jitted(*operands, variant, interpreted)
+    return result
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _time_mix(
+    arena: Array, batch: Batch, where: Array, projections: Projections, params: Mapping[str, Array],
+    ln_x: Mapping[str, Array], variant: Variant, interpreted: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    rows, num_rows = projections.r.shape[0], batch.read_slots.shape[0]
+    _, _, num_heads, num_keys, num_values = arena.shape
+    run = kernel(
+        partial(_one_head, variant=variant, size=(num_keys, num_values)),
+        [jax.ShapeDtypeStruct((rows, num_heads, num_values), projections.r.dtype)],
+        {"row": num_rows, "head": num_heads},
+        interpreted=interpreted,
+    )
+    by_head = {name: x.reshape(rows, num_heads, -1) for name, x in projections.present().items()}
+    small = {name: param.reshape(num_heads, -1) for name, param in {**params, **ln_x}.items()}
+    slots = (batch.read_slots, batch.write_slots, batch.lengths)
+    states = jax.new_ref(arena)
+    (out,) = run(slots, where, by_head, small, states)
+    return out.reshape(projections.v.shape), jax.freeze(states)
+
+
+def _one_head(
+    slots: tuple[Ref, Ref, Ref],
+    where: Ref,
+    projected: Mapping[str, Ref],
+    small: Mapping[str, Ref],
+    states: Ref,
+    out: Ref,
+    *,
+    variant: Variant,
+    size: tuple[int, int],
+) -> None:
+    """The kernel, on operands with the heads as an axis of their own."""
+    row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
+    read_slots, write_slots, lengths = slots
+    layer, (num_keys, num_values) = where[0], size
+    along_keys, along_values = (partial(broadcast, shape=size, axes=(axis,)) for axis in (0, 1))
+
+    def vector(name: str, layout: plgpu.SomeLayout) -> Array:
+        ref = projected[name].at[row, head] if name in projected else small[name].at[head]
+        return load(ref, layout).astype(jnp.float32)
+
+    of_keys, of_values = partial(vector, layout=KEYS), partial(vector, layout=VALUES)
+
+    state = load(states.at[read_slots[row], layer, head], MATRIX)
+    k, r = of_keys("k"), of_keys("r")
+    decay = jax.nn.sigmoid(of_keys("w0") + of_keys("w"))
+    decay = jnp.exp(-xla.DECAY_SCALE * decay)
+    iclr = jax.nn.sigmoid(of_keys("a0") + of_keys("a"))
+    removal = k * of_keys("k_k")
+    square = jnp.sum(removal * removal)
+    guarded = square + 1e-6 if variant.fused_norm else jnp.maximum(square, 1e-24)
+    removal = removal * jax.lax.rsqrt(guarded)
+    k = k * (1 + (iclr - 1) * of_keys("k_a"))
+    bonus = jnp.sum(r * k * of_keys("r_k"))
+    v = of_values("v")
+    if "v_mix" in projected:
+        share = jax.nn.sigmoid(of_values("v0") + of_values("v_mix"))
+        v = v + (of_values("v_first") - v) * share
+
+    removed = jnp.sum(along_keys(-removal) * state, axis=0)
+    changed = (
+        along_keys(decay) * state
+        + along_keys(removal * iclr) * along_values(removed)
+        + along_keys(k) * along_values(v)
+    )
+    y = jnp.sum(along_keys(r) * changed, axis=0)
+    # A row that consumes nothing hands its state on, whatever its operands hold.
+    states[write_slots[row], layer, head] = jnp.where(broadcast(lengths[row] > 0, size), changed, state)
+
+    centred = y - jnp.sum(y) * (1 / num_values)
+    variance = jnp.sum(centred * centred) * (1 / num_values)
+    y = centred * jax.lax.rsqrt(variance + num_keys * variant.norm_eps)
+    y = y * of_values("scale") + of_values("bias") + v * bonus
+    out[row, head] = (y * of_values("g")).astype(out.dtype)
+
+
+def _forward(
+    arena: Array, batch: Batch, where: Array, projections: Projections, params: Mapping[str, Array],
+    ln_x: Mapping[str, Array], variant: Variant, interpreted: bool,
+) -> tuple[tuple[Array, Array], _Operands]:  # fmt: skip
+    operands = (arena, batch, where, projections, params, ln_x)
+    return _time_mix(*operands, variant, interpreted), operands
+
+
+def _backward(
+    variant: Variant, interpreted: bool, operands: _Operands, cotangents: tuple[Array, Array]
+) -> tuple[object, ...]:
+    arena, batch, where, projections, params, ln_x = operands
+    own = slice(batch.read_slots.shape[0])  # rows beyond the batch's have no meaning and no gradient
+
+    def by_xla(
+        arena: Array, projections: Projections, params: Mapping[str, Array], ln_x: Mapping[str, Array]
+    ) -> tuple[Array, Array]:
+        projections = jax.tree.map(lambda x: x[own], projections)
+        return xla.time_mix(arena, where[0], batch, projections, params, ln_x, variant)
+
+    _, pull_back = jax.vjp(by_xla, arena, projections, params, ln_x)
+    of_arena, *of_others = pull_back((cotangents[0][own], cotangents[1]))
+    no_batch, nowhere = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (batch, where))
+    return of_arena, no_batch, nowhere, *of_others
+
+
+_time_mix.defvjp(_forward, _backward)
+_jitted = jax.jit(_time_mix, static_argnums=(6, 7))  # so that a model's equal layers are lowered once

@@ -1,0 +1,66 @@
+"""Random weights in the shapes of published models, for measuring speed without a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from wkvm_jax.kernels.dispatch import choose_kernels
+from wkvm_jax.models import rwkv7
+from wkvm_jax.models.model import Model
+from wkvm_jax.models.registry import RWKV7
+
+
+def _rwkv7(num_layers: int, hidden_size: int, decay: int, iclr: int, value: int, gate: int) -> rwkv7.Config:
+    return rwkv7.Config(
+        vocab_size=65_536, hidden_size=hidden_size, num_layers=num_layers, head_dim=64,
+        intermediate_size=4 * hidden_size, value_dim=hidden_size, decay_rank=decay, iclr_rank=iclr,
+        value_rank=value, gate_rank=gate,
+    )  # fmt: skip
+
+
+SIZES: Mapping[str, rwkv7.Config] = {
+    "0.1b": _rwkv7(12, 768, 64, 64, 32, 128),
+    "0.4b": _rwkv7(24, 1024, 64, 64, 32, 128),
+    "1.5b": _rwkv7(24, 2048, 96, 96, 64, 256),
+    "2.9b": _rwkv7(32, 2560, 96, 96, 64, 320),
+    "7.2b": _rwkv7(32, 4096, 128, 128, 96, 480),
+}
+"""RWKV-7 "Goose" World models by their published names (BlinkDL/rwkv7-g1 on Hugging Face)."""
+
+
+def random_model(
+    size: str, dtype: DTypeLike = jnp.bfloat16, *, kernels: str = "auto", seed: int = 0
+) -> Model:
+    """A model of a published size with random weights, made on the default device.
+
+    Args:
+        size: a key of `SIZES`.
+        dtype: of the weights.
+        kernels: as for `wkvm_jax.load`.
+        seed: of the random numbers.
+
+    Raises:
+        ValueError: there is no such size.
+        KernelUnavailableError: the kernels asked for cannot run here.
+    """
+    if size not in SIZES:
+        raise ValueError(f"{size=} must be one of {', '.join(SIZES)}")
+    chosen = choose_kernels(kernels)
+    config = SIZES[size]
+    leaves, tree = jax.tree.flatten(rwkv7.param_spec(config))
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
+    params = [_random(key, leaf.shape, jnp.dtype(dtype)) for key, leaf in zip(keys, leaves, strict=True)]
+    return Model(RWKV7, config, jax.tree.unflatten(tree, params), name=f"random {size}", kernels=chosen)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _random(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    """Normal numbers that keep a stream's scale: matrices `[in, out]` by their inputs, vectors by a half."""
+    spread = shape[0] ** -0.5 if len(shape) == 2 and shape[0] >= 32 else 0.5
+    return (spread * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
