@@ -20,6 +20,7 @@ def Engine(  # noqa: N802 - reads as a class, and is documented as one
     deterministic: bool = False,
     *,
     config: EngineConfig | None = None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> engine_module.Engine:
     """An engine for a model.
 
@@ -30,9 +31,12 @@ def Engine(  # noqa: N802 - reads as a class, and is documented as one
             can do.
         deterministic: one decode and one prefill shape, so that tokens do not depend on what else runs.
         config: everything else; `num_slots` and `deterministic` are taken from it then.
+        mesh: devices to spread the model over, by an axis named "model":
+            `jax.make_mesh((2,), ("model",))`. None is JAX's default device.
 
     Raises:
         RequestError: a size is out of range, or `store` is given.
+        MeshError: the model cannot be spread over the mesh.
     """
     if store is not None:
         raise RequestError("store", "this version keeps states in memory only: pass store=None")
@@ -41,7 +45,7 @@ def Engine(  # noqa: N802 - reads as a class, and is documented as one
         config = EngineConfig(
             num_slots=num_slots, max_rows=default_max_rows(num_slots), deterministic=deterministic
         )
-    return engine_module.Engine(model, config, MemoryRecords())
+    return engine_module.Engine(model, config, MemoryRecords(), mesh)
 
 
 def default_max_rows(num_slots: int) -> int:

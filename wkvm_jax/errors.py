@@ -31,6 +31,10 @@ class KernelUnavailableError(WkvmError):
         self.obstacle = obstacle
 
 
+class MeshError(WkvmError, ValueError):
+    """A mesh of devices that a model cannot be spread over."""
+
+
 class TokenizerError(WkvmError):
     """Tokenizer files that cannot be read or do not fit the model."""
 

@@ -22,6 +22,9 @@ from jaxtyping import Array, Int32, Shaped
 
 LeafKind = Literal["recurrent", "window", "paged"]
 
+DATA_AXIS, MODEL_AXIS = "data", "model"
+"""Names of a mesh's axes: slots and rows are spread over the first, heads over the second."""
+
 INITIAL_SLOT = 0
 """Holds the initial value; read by new and by padded rows, never written."""
 TRASH_SLOT = 1
@@ -57,6 +60,11 @@ class LeafSpec:
             raise ValueError(f"{self.axes=} must name each axis of {self.shape=}")
         if self.kind == "paged" and (len(self.axes) < 2 or self.axes[1] != "token"):
             raise ValueError(f"a paged leaf is [layer, token, ...]; got {self.axes=}")
+
+    @property
+    def partition(self) -> tuple[str | None, ...]:
+        """The mesh axis that each axis of `shape` is spread over: heads over `MODEL_AXIS`."""
+        return tuple(MODEL_AXIS if axis == "head" else None for axis in self.axes)
 
     @property
     def num_bytes(self) -> int:

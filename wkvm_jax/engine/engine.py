@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import TypeVar
 
+from jax.sharding import Mesh
+
 from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.outcome import Outcomes, fetch
 from wkvm_jax.engine.request import Output, Request, SamplingParams
@@ -59,9 +61,15 @@ class Engine:
         model: what to run.
         config: sizes and limits.
         records: where states' records are kept.
+        mesh: devices to spread over; None is JAX's default device.
+
+    Raises:
+        MeshError: the model cannot be spread over the mesh.
     """
 
-    def __init__(self, model: Model, config: EngineConfig, records: RecordStore) -> None:
+    def __init__(
+        self, model: Model, config: EngineConfig, records: RecordStore, mesh: Mesh | None = None
+    ) -> None:
         self.model = model
         self.config = config
         spec = model.state_spec
@@ -79,6 +87,7 @@ class Engine:
                 num_lanes=config.max_rows + NUM_RESERVED_LANES,
                 pages_per_row=pages_per_row,
             ),
+            mesh,
         )
         shape = StateShape(spec.alternates, spec.page_size, pages_per_row * spec.page_size)
         self._scheduler = Scheduler(config, shape, self._slots, self._pages, self._lanes, self._device.cost_s)
@@ -201,7 +210,7 @@ class Engine:
 
         def replace() -> None:
             self.model = dataclasses.replace(self.model, params=params)
-            self._device.params = params
+            self._device.set_params(params)
 
         self.call(replace)
 

@@ -15,8 +15,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
+from wkvm_jax.engine.placement import Placement
 from wkvm_jax.engine.scheduler import Rectangle, Row
 from wkvm_jax.models.model import SCORE_CHUNK, Model
 from wkvm_jax.sampling import (
@@ -106,7 +108,7 @@ class Sizes:
 
 
 def sampling_step(
-    params: Params, arena: State, lanes: Lanes, rows: StepRows, *, model: Model
+    params: Params, arena: State, lanes: Lanes, rows: StepRows, *, model: Model, model_axis: str | None = None
 ) -> tuple[State, Lanes, Sampled]:
     """One token for every row: consume the lane's token, sample the next.
 
@@ -121,24 +123,26 @@ def sampling_step(
         page_table=rows.page_table,
     )
     positions = arena.num_tokens[rows.read_slots] + 1
-    hidden, arena = model.family.forward(params, batch, arena, config=model.config, kernels=model.kernels)
-    logits = model.family.head(params, hidden[:, 0], config=model.config)
+    forward, head = model.functions(model_axis)
+    hidden, arena = forward(params, batch, arena)
+    logits = head(params, hidden[:, 0])
     sampled, lanes = sample(logits, lanes, rows.lane_ids, positions)
     return arena, lanes, sampled
 
 
-def prompt_step(params: Params, arena: State, rows: PromptRows, *, model: Model) -> tuple[State, Scores]:
+def prompt_step(
+    params: Params, arena: State, rows: PromptRows, *, model: Model, model_axis: str | None = None
+) -> tuple[State, Scores]:
     """Consumes part of a prompt, and scores it if asked to."""
-    hidden, arena = model.family.forward(
-        params, rows.batch, arena, config=model.config, kernels=model.kernels
-    )
+    forward, head = model.functions(model_axis)
+    hidden, arena = forward(params, rows.batch, arena)
     num_rows, width, channels = hidden.shape
     block = min(width, SCORE_CHUNK)
     counted = jnp.arange(width) < rows.batch.lengths[:, None]
     invalid = jnp.any(counted & ~jnp.all(jnp.isfinite(hidden), axis=-1), axis=-1)
 
     def one_block(inputs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        return top_log_probs(model.family.head(params, inputs[0], config=model.config), inputs[1])
+        return top_log_probs(head(params, inputs[0]), inputs[1])
 
     def scored() -> tuple[Array, Array, Array]:
         flat = (hidden.reshape(-1, block, channels), rows.targets.reshape(-1, block))
@@ -212,12 +216,17 @@ class Device:
     Args:
         model: what to run.
         sizes: of arena and lanes; the reserved slots, page and lane are counted in.
+        mesh: devices to spread over; None is JAX's default device.
+
+    Raises:
+        MeshError: the model cannot be spread over the mesh.
     """
 
-    def __init__(self, model: Model, sizes: Sizes) -> None:
+    def __init__(self, model: Model, sizes: Sizes, mesh: Mesh | None = None) -> None:
         self.model = model
         self.sizes = sizes
-        self.params = model.params
+        self._placement = Placement(model, mesh)
+        self.params = self._placement.place_params(model.params)
         self._compiled: dict[tuple[str, Shape], jax.stages.Compiled] = {}
         self._cost_s: dict[Shape, float] = {}
         self._used: set[Shape] = set()
@@ -232,7 +241,11 @@ class Device:
             return arena, allocate_lanes(sizes.num_lanes, model.config.vocab_size)
 
         # One program, where leaf by leaf would compile one a shape.
-        self.arena, self.lanes = jax.jit(allocate)()
+        self.arena, self.lanes = self._placement.allocated(allocate)
+
+    def set_params(self, params: Params) -> None:
+        """Other weights of the same shapes, from the next dispatch on."""
+        self.params = self._placement.place_params(params)
 
     # Compilation ----------------------------------------------------------------------------------
 
@@ -285,7 +298,7 @@ class Device:
     def _lowered_and_compiled(self, job: tuple[str, Shape]) -> jax.stages.Compiled:
         name, shape = job
         function, donated, arguments = self._signature(name, shape)
-        abstract = jax.tree.map(_abstract, arguments)
+        abstract = jax.tree.map(self._placement.abstract, arguments)
         return jax.jit(function, donate_argnums=donated).lower(*abstract).compile()
 
     def _signature(
@@ -306,11 +319,21 @@ class Device:
             "read_page": (read_page, (), (self.arena, index)),
             "write_page": (write_page, (0,), (self.arena, index, page)),
         }
+        placement = self._placement
+        params, arena, everywhere = placement.param_specs, placement.arena_specs, PartitionSpec()
         if name == "step":
-            sampling = partial(sampling_step, model=self.model)
+            sampling = placement.spread(
+                partial(sampling_step, model=self.model, model_axis=placement.model_axis),
+                (params, arena, everywhere, everywhere),
+                (arena, everywhere, everywhere),
+            )
             return sampling, (1, 2), (self.params, self.arena, self.lanes, self.step_rows((), shape[0]))
         if name == "prompt":
-            consuming = partial(prompt_step, model=self.model)
+            consuming = placement.spread(
+                partial(prompt_step, model=self.model, model_axis=placement.model_axis),
+                (params, arena, everywhere),
+                (arena, everywhere),
+            )
             return consuming, (1,), (self.params, self.arena, self._prompt_rows((), shape))
         return signatures[name]
 
@@ -471,10 +494,6 @@ def _padded_pairs(pairs: Sequence[tuple[int, int]], filler: int) -> list[np.ndar
         some[: len(chunk)] = chunk
         result.append(some)
     return result
-
-
-def _abstract(leaf: Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _as_batch_of_one(arena: State) -> State:

@@ -53,6 +53,9 @@ class Family:
         state_spec: one conversation's state, without a batch axis.
         forward: `(params, batch, state, *, config, kernels) -> (hidden [b, t, d], state)`, pure.
         head: `(params, hidden, *, config) -> float32 logits` of the positions given.
+        partition: a `PartitionSpec` over `state.MODEL_AXIS` for each parameter of a config; None for a family
+            that cannot be split. Where it can, `forward` and `head` also take `model_axis`: the name of the
+            mesh axis, where they run on one device's share.
         layout: the mapping for a checkpoint of this family, None for any other. Raises `ValueError`
             with the fields named for one that is of this family and not supported.
     """
@@ -63,3 +66,4 @@ class Family:
     forward: Callable[..., tuple[Array, State]]
     head: Callable[..., Array]
     layout: Callable[[Shapes, Mapping[str, object] | None], Layout | None]
+    partition: Callable[..., object] | None = None

@@ -138,6 +138,20 @@ class Model:
         batch = identity_batch(jnp.asarray(tokens, jnp.int32), state, counted)
         return self.family.forward(params, batch, state, config=self.config, kernels=self.kernels)
 
+    def functions(
+        self, model_axis: str | None
+    ) -> tuple[Callable[..., tuple[Array, State]], Callable[..., Array]]:
+        """The family's `forward` and `head` for this model, as a step calls them.
+
+        Args:
+            model_axis: the mesh axis that heads are spread over where the step runs, if any.
+        """
+        forward = partial(self.family.forward, config=self.config, kernels=self.kernels)
+        head = partial(self.family.head, config=self.config)
+        if model_axis is None:
+            return forward, head
+        return partial(forward, model_axis=model_axis), partial(head, model_axis=model_axis)
+
     @cached_property
     def _jitted_apply(self) -> jax.stages.Wrapped:
         return jax.jit(self.apply)

@@ -12,6 +12,7 @@ RWKV7 = Family(
     forward=rwkv7.forward,
     head=rwkv7.head,
     layout=rwkv7_checkpoint.layout,
+    partition=rwkv7.partition,
 )
 
 FAMILIES: tuple[Family, ...] = (RWKV7,)

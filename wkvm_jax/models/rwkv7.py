@@ -14,6 +14,7 @@ from typing import NotRequired, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
@@ -23,6 +24,7 @@ from wkvm_jax.kernels.rwkv7 import Projections, Variant, time_mix
 from wkvm_jax.kernels.token_shift import TokenShift
 from wkvm_jax.models.layers import layer_norm, product
 from wkvm_jax.state import (
+    MODEL_AXIS,
     Batch,
     LeafSpec,
     State,
@@ -185,6 +187,7 @@ def forward(
     *,
     config: Config,
     kernels: Kernels = "xla",
+    model_axis: str | None = None,
 ) -> tuple[Float32[Array, "b t d"], State]:
     """Runs the batch's tokens from their read slots and leaves the new states at their write slots.
 
@@ -193,6 +196,7 @@ def forward(
         batch: tokens `[b, t]` and where the rows read and write.
         state: an arena, or a research batch.
         kernels: what computes it.
+        model_axis: under `shard_map`, the mesh axis that heads are spread over, as `partition` says.
 
     Returns:
         The final norm's output for each token and the new state.
@@ -214,21 +218,52 @@ def forward(
             wkv, layer, batch, projections, _small(weights), block["ln_x"], variant=variant, kernels=kernels
         )
         (parts,) = products([Product(out, weights["output"])], kernels=kernels, in_parts=True)
+        parts = _of_all_devices(parts, model_axis)
         weights = block["channel_mix"]
         x, (mixed_key,) = mix(x, parts, layer, 1, block["ln2"], weights["x_k"][None])
         (inner,) = products([Product(mixed_key, weights["key"], "square_relu")], kernels=kernels)
         (parts,) = products([Product(inner, weights["value"])], kernels=kernels, in_parts=True)
+        parts = _of_all_devices(parts, model_axis)
     x = x if parts is None else x + jnp.sum(parts, axis=0)
     hidden = layer_norm(x[:num_rows], params["ln_out"], config.norm_eps)
     leaves = {"wkv": wkv, "shift": shift.finish()}
     return hidden, state.replace(leaves=leaves, num_tokens=advance_num_tokens(state, batch))
 
 
+def _of_all_devices(parts: Float32[Array, "part b t d"], model_axis: str | None) -> Array:
+    """Parts whose sum is that over every device's heads."""
+    if model_axis is None:
+        return parts
+    return jax.lax.psum(jnp.sum(parts, axis=0, keepdims=True), model_axis)
+
+
 def head(
-    params: ModelParams, hidden: Float[Array, "*rows d"], *, config: Config
+    params: ModelParams, hidden: Float[Array, "*rows d"], *, config: Config, model_axis: str | None = None
 ) -> Float32[Array, "*rows vocab"]:
     """Logits of the positions given."""
-    return product(hidden, params["embedding"].T if config.tied_head else params["head"])
+    if config.tied_head:
+        return product(hidden, params["embedding"].T)
+    logits = product(hidden, params["head"])
+    if model_axis is None:
+        return logits
+    return jax.lax.all_gather(logits, model_axis, axis=logits.ndim - 1, tiled=True)
+
+
+def partition(config: Config) -> Params:
+    """How the parameters are split over a mesh: columns of what makes heads, rows of what joins them."""
+    columns, rows = {"receptance", "key", "value", "w2", "a2", "v2", "g2", "head"}, {"output", "r_k"}
+    vectors = {"w0", "a0", "v0", "k_k", "k_a"}
+
+    def spec(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> P:
+        *_, group, name = ("", *jax.tree_util.keystr(path, simple=True, separator=".").split("."))
+        if name in vectors or group == "ln_x":
+            return P(MODEL_AXIS)
+        if name in rows or (group, name) == ("channel_mix", "value"):
+            return P(MODEL_AXIS, None)
+        return P(None, MODEL_AXIS) if name in columns else P()
+
+    specs: Params = jax.tree_util.tree_map_with_path(spec, param_spec(config))
+    return specs
 
 
 def _projections(
