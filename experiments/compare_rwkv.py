@@ -16,10 +16,14 @@ import json
 import statistics
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
+import jax
+
+from wkvm_jax import Engine, EngineConfig
 from wkvm_jax.models.loading import DEMO_DIRECTORY, load
-from wkvm_jax.serving.bench import decode_speed
+from wkvm_jax.models.model import Model
 
 PEER = """
 import json, os, sys, time
@@ -52,7 +56,15 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=7, help="rounds; medians are printed (default: 7)")
     parser.add_argument("--steps", type=int, default=100, help="tokens a round (default: 100)")
+    parser.add_argument(
+        "--cpu-devices",
+        type=int,
+        default=1,
+        help="with 32 rows, spread them over so many CPU devices, one a core (default: 1)",
+    )
     arguments = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", arguments.cpu_devices)
+    mesh = jax.make_mesh((arguments.cpu_devices,), ("data",)) if arguments.cpu_devices > 1 else None
     model = load("demo")
     (weights,) = DEMO_DIRECTORY.glob("*.safetensors")
     with tempfile.TemporaryDirectory() as scratch:
@@ -74,7 +86,8 @@ def main() -> None:
         for _ in range(arguments.rounds):
             peer_s.append(_peer_seconds(peer))
             for rows, rates in ours.items():
-                rates.append(decode_speed(model, rows, arguments.steps, 1).engine_tokens_per_s)
+                spread = mesh if rows > 1 else None
+                rates.append(engine_tokens_per_s(model, rows, arguments.steps, spread))
         peer.kill()
     peer_rate = arguments.steps / statistics.median(peer_s)
     print(f"{'':24} {'tokens/s':>10} {'ratio':>7}")
@@ -82,6 +95,15 @@ def main() -> None:
     for rows, rates in ours.items():
         rate = statistics.median(rates)
         print(f"{f'engine, {rows} rows':24} {rate:>10,.0f} {rate / peer_rate:>7.2f}")
+
+
+def engine_tokens_per_s(model: Model, rows: int, steps: int, mesh: jax.sharding.Mesh | None) -> float:
+    """Of greedy rows in one batch, once everything is compiled."""
+    with Engine(model, config=EngineConfig(num_slots=2 * rows, max_rows=rows), mesh=mesh) as engine:
+        for num_tokens in (4, steps):
+            started = time.perf_counter()
+            engine.generate([[1]] * rows, max_tokens=num_tokens, ignore_eos=True)
+    return rows * steps / (time.perf_counter() - started)
 
 
 def _peer_seconds(peer: subprocess.Popen[str]) -> float:

@@ -16,7 +16,7 @@ from wkvm_jax.api import Engine
 from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.engine import Engine as RunningEngine
 from wkvm_jax.engine.request import SamplingParams
-from wkvm_jax.engine.step import Device, NewLanes, Sizes
+from wkvm_jax.engine.step import Device, NewLanes, Sizes, StepRows
 from wkvm_jax.models.loading import load
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.sizes import random_model
@@ -118,12 +118,9 @@ class BareStep:
         index = np.arange(bucket, dtype=np.int32)
         own = index < rows
         slots = np.where(own, index + NUM_RESERVED_SLOTS, INITIAL_SLOT)
-        self._rows = dataclasses.replace(
-            self._device.step_rows((), bucket),
-            lane_ids=from_host(np.where(own, index + NUM_RESERVED_LANES, PADDING_LANE)),
-            read_slots=from_host(slots),
-            write_slots=from_host(np.where(own, slots, TRASH_SLOT)),
-        )
+        lanes = np.where(own, index + NUM_RESERVED_LANES, PADDING_LANE)
+        table = np.stack([lanes, slots, np.where(own, slots, TRASH_SLOT)], axis=1)
+        self._rows = StepRows(jax.device_put(table.astype(np.int32)))
         self._bucket = bucket
         self._num_rows = rows
 

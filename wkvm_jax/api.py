@@ -31,8 +31,9 @@ def Engine(  # noqa: N802 - reads as a class, and is documented as one
             can do.
         deterministic: one decode and one prefill shape, so that tokens do not depend on what else runs.
         config: everything else; `num_slots` and `deterministic` are taken from it then.
-        mesh: devices to spread the model over, by an axis named "model":
-            `jax.make_mesh((2,), ("model",))`. None is JAX's default device.
+        mesh: devices to spread the engine over, as in `jax.make_mesh((2, 2), ("data", "model"))`: slots and
+            rows over the axis named "data", heads over the one named "model"; either may be absent. None is
+            JAX's default device.
 
     Raises:
         RequestError: a size is out of range, or `store` is given.

@@ -30,8 +30,9 @@ INITIAL_SLOT = 0
 TRASH_SLOT = 1
 """Takes the writes of padded and finished rows; nobody reads it."""
 NUM_RESERVED_SLOTS = 2
+FILLER_PAGE = 0
+"""Fills up page tables; no row's tokens live there."""
 NUM_RESERVED_PAGES = 1
-"""Page 0 of each pool is a filler for page tables; no row's tokens live there."""
 
 
 @dataclasses.dataclass(frozen=True)

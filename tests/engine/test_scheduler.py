@@ -26,8 +26,9 @@ MAX_CHOICES = 5
 def world(
     shape: StateShape = REWRITTEN, costs_s: dict[tuple[int, int], float] | None = None, **sizes: int
 ) -> World:
-    num_pages = sizes.pop("num_pages", 24)
-    return World(shape, dataclasses.replace(CONFIG, **sizes), num_pages if shape.page_size else 0, costs_s)
+    num_pages, num_shards = sizes.pop("num_pages", 24), sizes.pop("num_shards", 1)
+    config = dataclasses.replace(CONFIG, **sizes)
+    return World(shape, config, num_pages if shape.page_size else 0, costs_s, num_shards)
 
 
 def submitted(world: World, prompt_length: int, max_tokens: int, **fields: object) -> Sequence:
@@ -39,9 +40,10 @@ def submitted(world: World, prompt_length: int, max_tokens: int, **fields: objec
 class Traffic(RuleBasedStateMachine):
     """Whatever callers do, every row reads its own state, kept states stay, and all comes back at the end."""
 
-    def __init__(self, shape: StateShape) -> None:
+    def __init__(self, shape: StateShape, num_shards: int) -> None:
         super().__init__()
-        self.world = world(shape)
+        sizes = {"num_slots": 6 * num_shards, "max_rows": 4 * num_shards, "num_pages": 24 * num_shards}
+        self.world = world(shape, num_shards=num_shards, **sizes)
 
     @rule(
         prompt_length=st.integers(0, 2) | st.integers(3, 21),
@@ -109,10 +111,11 @@ class Traffic(RuleBasedStateMachine):
         assert not self.world.live
 
 
+@pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
-def test_random_traffic(shape: StateShape) -> None:
+def test_random_traffic(shape: StateShape, num_shards: int) -> None:
     settings = hypothesis.settings(max_examples=80, stateful_step_count=40, report_multiple_bugs=False)
-    run_state_machine_as_test(functools.partial(Traffic, shape), settings=settings)
+    run_state_machine_as_test(functools.partial(Traffic, shape, num_shards), settings=settings)
 
 
 # Admission ----------------------------------------------------------------------------------------

@@ -46,13 +46,13 @@ def read_prompt(device: Device, sequence: Sequence, slot: int, width: int = 16) 
     """Consumes all but the last token in one rectangle."""
     length = len(sequence.tokens) - 1
     row = Row(sequence, 0, length, INITIAL_SLOT, slot, (0, 0))
-    result = device.run(Rectangle((row,), 1, width))
+    result = device.run(Rectangle((row,), (0,), 1, width))
     assert isinstance(result, Scores)
     return result
 
 
 def step(device: Device, rows: list[Row], num_rows: int) -> Sampled:
-    result = device.run(Rectangle(tuple(rows), num_rows, 1))
+    result = device.run(Rectangle(tuple(rows), tuple(range(len(rows))), num_rows, 1))
     assert isinstance(result, Sampled)
     return result
 

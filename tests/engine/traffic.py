@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import deque
+from collections import Counter, deque
 
 from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.request import Request, SamplingParams
@@ -70,6 +70,7 @@ class World:
         config: sizes and buckets.
         num_pages: pages that may be taken.
         costs_s: measured seconds of a bucket (rows, tokens).
+        num_shards: shards that share slots, pages and rows equally.
     """
 
     def __init__(
@@ -78,12 +79,17 @@ class World:
         config: EngineConfig,
         num_pages: int = 0,
         costs_s: dict[tuple[int, int], float] | None = None,
+        num_shards: int = 1,
     ) -> None:
         self.shape = shape
         self.config = config
-        self.slots = RefPool("slot", config.num_slots + NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS)
-        self.pages = RefPool("page", num_pages + NUM_RESERVED_PAGES, NUM_RESERVED_PAGES)
-        self.lanes = RefPool("row", config.max_rows + NUM_RESERVED_LANES, NUM_RESERVED_LANES)
+
+        def pool(name: str, size: int, num_reserved: int) -> RefPool:
+            return RefPool(name, size // num_shards + num_reserved, num_reserved, num_shards)
+
+        self.slots = pool("slot", config.num_slots, NUM_RESERVED_SLOTS)
+        self.pages = pool("page", num_pages, NUM_RESERVED_PAGES)
+        self.lanes = pool("row", config.max_rows, NUM_RESERVED_LANES)
         self.costs_s = costs_s or {}
         self.scheduler = Scheduler(
             config,
@@ -211,7 +217,8 @@ class World:
                 self._report(row, result)
 
     def in_use(self) -> tuple[int, int, int]:
-        return tuple(pool.num_usable - pool.num_free for pool in (self.slots, self.lanes, self.pages))
+        pools = (self.slots, self.lanes, self.pages)
+        return tuple(pool.num_shards * pool.num_usable - pool.num_free for pool in pools)
 
     # The device -----------------------------------------------------------------------------------
 
@@ -221,7 +228,7 @@ class World:
         writes = [row.write_slot for row in rectangle.rows]
         assert len(set(writes)) == len(writes), "two rows write one slot"
         for index, write in enumerate(writes):
-            assert write >= NUM_RESERVED_SLOTS and self.slots.references(write) == 1
+            assert self.slots.references(write) == 1
             assert write not in [read for other, read in enumerate(reads) if other != index]
         before = [self.slot_content.get(read) for read in reads]
         for row in rectangle.rows:
@@ -269,7 +276,7 @@ class World:
             assert stored == self.conversations[id(sequence)].tokens[position]
         for position, token in enumerate(tokens, first):
             page = sequence.pages[position // size]
-            assert page >= NUM_RESERVED_PAGES and self.pages.references(page) == 1, "a shared page is written"
+            assert self.pages.references(page) == 1, "a shared page is written"
             self.page_content[page, position % size] = token
 
     # The host -------------------------------------------------------------------------------------
@@ -321,7 +328,7 @@ class World:
         place = kept.place
         assert self.slot_content[place.slot] == kept.consumed
         assert place.num_tokens == len(kept.consumed)
-        if place.slot >= NUM_RESERVED_SLOTS:
+        if place.slot != INITIAL_SLOT:
             assert self.slots.references(place.slot) >= 1
         if size := self.shape.page_size:
             assert len(place.pages) == self.shape.pages_for(place.num_tokens)
@@ -341,12 +348,21 @@ class World:
             assert sequence.parent is None or id(sequence.parent) not in waiting
 
     def _check_bucket(self, rectangle: Rectangle) -> None:
+        shards = self.slots.num_shards
+        share = rectangle.num_rows // shards
+        used = Counter(place // share for place in rectangle.places)
         if rectangle.num_tokens == 1:
             assert rectangle.num_rows in self.config.decode_buckets
-            assert 2 * len(rectangle.rows) > rectangle.num_rows or self.config.deterministic
+            assert 2 * max(used.values()) > share or self.config.deterministic
         else:
-            assert rectangle.num_tokens in self.config.prefill_buckets and rectangle.num_rows == 1
-        assert 0 < len(rectangle.rows) <= rectangle.num_rows
+            assert rectangle.num_tokens in self.config.prefill_buckets and share == 1
+        assert len(set(rectangle.places)) == len(rectangle.places) == len(rectangle.rows) > 0
+        for row, place in zip(rectangle.rows, rectangle.places, strict=True):
+            own = row.sequence.shard
+            assert place // share == own == self.slots.shard_of(row.write_slot)
+            assert row.read_slot == INITIAL_SLOT or self.slots.shard_of(row.read_slot) == own
+            assert all(self.pages.shard_of(page) == own for page in row.sequence.pages)
+            assert row.sequence.lane is None or self.lanes.shard_of(row.sequence.lane) == own
         assert len({id(row.sequence) for row in rectangle.rows}) == len(rectangle.rows)
         assert all(0 < row.length <= rectangle.num_tokens for row in rectangle.rows)
         assert all(not row.sequence.finished for row in rectangle.rows)

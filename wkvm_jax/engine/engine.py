@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.outcome import Outcomes, fetch
+from wkvm_jax.engine.placement import Placement
 from wkvm_jax.engine.request import Output, Request, SamplingParams
 from wkvm_jax.engine.scheduler import Rectangle, Scheduler, StateShape
 from wkvm_jax.engine.sequence import Origin, Sequence
@@ -26,6 +27,7 @@ from wkvm_jax.engine.step import Device, NewLanes, Sizes
 from wkvm_jax.engine.submission import new_lane, prepared_group
 from wkvm_jax.errors import (
     EngineClosedError,
+    MeshError,
     NoFreeSlotError,
     RequestError,
     StateMismatchError,
@@ -74,21 +76,23 @@ class Engine:
         self.config = config
         spec = model.state_spec
         pages_per_row = spec.pages_for(config.tokens_per_slot)
-        num_pages = config.num_pages if config.num_pages is not None else config.num_slots * pages_per_row
-        num_pages = num_pages + NUM_RESERVED_PAGES if spec.paged else 0
-        self._slots = RefPool("slot", config.num_slots + NUM_RESERVED_SLOTS, NUM_RESERVED_SLOTS)
-        self._pages = RefPool("page", num_pages, NUM_RESERVED_PAGES)
-        self._lanes = RefPool("row", config.max_rows + NUM_RESERVED_LANES, NUM_RESERVED_LANES)
-        self._device = Device(
-            model,
-            Sizes(
-                num_slots=config.num_slots + NUM_RESERVED_SLOTS,
-                num_pages=num_pages,
-                num_lanes=config.max_rows + NUM_RESERVED_LANES,
-                pages_per_row=pages_per_row,
-            ),
-            mesh,
+        shards = Placement(model, mesh).num_data_shards
+        if config.max_rows % shards:
+            raise MeshError(
+                f"{shards} data shards cannot share {config.max_rows} rows: choose a power of two"
+            )
+        num_slots = -(-config.num_slots // shards)
+        num_pages = num_slots * pages_per_row if config.num_pages is None else -(-config.num_pages // shards)
+        sizes = Sizes(
+            num_slots=num_slots + NUM_RESERVED_SLOTS,
+            num_pages=num_pages + NUM_RESERVED_PAGES if spec.paged else 0,
+            num_lanes=config.max_rows // shards + NUM_RESERVED_LANES,
+            pages_per_row=pages_per_row,
         )
+        self._slots = RefPool("slot", sizes.num_slots, NUM_RESERVED_SLOTS, shards)
+        self._pages = RefPool("page", sizes.num_pages, NUM_RESERVED_PAGES, shards)
+        self._lanes = RefPool("row", sizes.num_lanes, NUM_RESERVED_LANES, shards)
+        self._device = Device(model, sizes, mesh)
         shape = StateShape(spec.alternates, spec.page_size, pages_per_row * spec.page_size)
         self._scheduler = Scheduler(config, shape, self._slots, self._pages, self._lanes, self._device.cost_s)
         self._in_flight: deque[tuple[Rectangle, object]] = deque()
@@ -169,7 +173,7 @@ class Engine:
 
     def slots(self) -> SlotCount:
         """How many slots there are and how many are free."""
-        return SlotCount(self._slots.num_usable, self._slots.num_free)
+        return SlotCount(self._slots.num_usable * self._slots.num_shards, self._slots.num_free)
 
     @property
     def alive(self) -> bool:
@@ -182,8 +186,9 @@ class Engine:
         Args:
             progress: called with the shapes done and the shapes there are.
         """
-        rows = [(size, 1) for size in self.config.decode_buckets]
-        chunks = [(1, size) for size in self.config.prefill_buckets]
+        shards = self._device.num_data_shards
+        rows = [(size, 1) for size in self.config.decode_buckets if size >= shards]
+        chunks = [(shards, size) for size in self.config.prefill_buckets]
         self._device.compile(rows + chunks, with_states=True, progress=progress)
         self.call(lambda: self._device.calibrate(rows + chunks))
 

@@ -81,7 +81,7 @@ class Outcomes:
 
     def report(self, rectangle: Rectangle, fetched: FetchedStep | FetchedScores) -> None:
         """Hands out one dispatch's results."""
-        for index, row in enumerate(rectangle.rows):
+        for index, row in zip(rectangle.places, rectangle.rows, strict=True):
             sequence = row.sequence
             sequence.num_in_flight -= 1
             if sequence.finished and not sequence.is_prefix:

@@ -44,9 +44,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Rectangle:
-    """Rows of like length and the bucket they run in. One token wide, they sample; wider, they do not."""
+    """Rows of like length and the bucket they run in. One token wide, they sample; wider, they do not.
+
+    Attributes:
+        rows: what runs.
+        places: where in the bucket each row lies; the others are padding. Each shard has an equal share.
+        num_rows, num_tokens: the bucket.
+    """
 
     rows: tuple[Row, ...]
+    places: tuple[int, ...]
     num_rows: int
     num_tokens: int
 
@@ -71,7 +78,7 @@ class Scheduler:
     Args:
         config: limits and buckets.
         shape: the family's needs.
-        slots, pages, lanes: the pools to count in.
+        slots, pages, lanes: the pools to count in; they have the same shards.
         cost_s: measured seconds of a bucket `(rows, tokens)`, None while unknown.
     """
 
@@ -90,6 +97,7 @@ class Scheduler:
         self._pages = pages
         self._lanes = lanes
         self._cost_s = cost_s
+        self._shards = range(slots.num_shards)
         self._waiting: deque[tuple[Sequence, ...]] = deque()
         self._running: list[Sequence] = []
         self._oldest_next = True
@@ -143,26 +151,37 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Moves groups from the queue to the running set while their needs are free."""
         admitted: list[Sequence] = []
-        while self._waiting and self._has_free(self.need(self._waiting[0])):
+        while self._waiting and (shard := self._shard_for(self._waiting[0])) is not None:
             group = self._waiting.popleft()
             for sequence in group:
-                self._give(sequence)
+                self._give(sequence, shard)
             admitted.extend(group)
         self._running.extend(admitted)
         return admitted
 
     def stuck(self) -> tuple[Sequence, ...]:
         """The first waiting group, taken off the queue, when nothing runs that could make room for it."""
-        if self._running or not self._waiting or self._has_free(self.need(self._waiting[0])):
+        if self._running or not self._waiting or self._shard_for(self._waiting[0]) is not None:
             return ()
         return self._waiting.popleft()
 
-    def _has_free(self, need: Need) -> bool:
-        return (
-            need.slots <= self._slots.num_free
-            and need.lanes <= self._lanes.num_free
-            and need.pages <= self._pages.num_free
+    def _shard_for(self, group: tuple[Sequence, ...]) -> int | None:
+        """Where the group can start now: beside the state it continues, else where most slots are free."""
+        need = self.need(group)
+        origins = [s.origin.slot for s in group if s.parent is None]
+        kept = [slot for slot in origins if self._slots.references(slot)]  # the initial state is everywhere
+        if kept:
+            shards = [self._slots.shard_of(kept[0])]
+        else:
+            shards = sorted(self._shards, key=self._slots.num_free_on, reverse=True)
+        fitting = (
+            shard
+            for shard in shards
+            if need.slots <= self._slots.num_free_on(shard)
+            and need.lanes <= self._lanes.num_free_on(shard)
+            and need.pages <= self._pages.num_free_on(shard)
         )
+        return next(fitting, None)
 
     def _slots_of(self, sequence: Sequence) -> int:
         return 2 if self._takes_turns(sequence) else 1
@@ -178,11 +197,12 @@ class Scheduler:
             start = sequence.parent.max_length
         return self._shape.pages_for(sequence.max_length) - start // self._shape.page_size
 
-    def _give(self, sequence: Sequence) -> None:
-        sequence.slots = self._slots.acquire(self._slots_of(sequence))
+    def _give(self, sequence: Sequence, shard: int) -> None:
+        sequence.shard = shard
+        sequence.slots = self._slots.acquire(self._slots_of(sequence), shard)
         if sequence.params.max_tokens > 0:
-            (sequence.lane,) = self._lanes.acquire(1)
-        sequence.pages = self._pages.acquire(self._new_pages_of(sequence))
+            (sequence.lane,) = self._lanes.acquire(1, shard)
+        sequence.pages = self._pages.acquire(self._new_pages_of(sequence), shard)
         if sequence.parent is None:
             self._start_from(sequence, sequence.origin)
 
@@ -202,23 +222,34 @@ class Scheduler:
         """The next dispatches, in order: a step of every row that can sample, and some prompt beside it.
 
         While rows sample, the prompt's share is the widest chunk that takes no longer than their step, so
-        that neither starves. Prompts take turns: the oldest, then the shortest.
+        that neither starves. Each shard reads one prompt, which take turns: the oldest, then the shortest.
         """
         self._fork_ready_children()
         sampling = [sequence for sequence in self._running if self._can_sample(sequence)]
         rectangles = []
         if sampling:
-            rows = tuple(self._row(sequence, 1) for sequence in sampling)
-            bucket = next(size for size in self._config.decode_buckets if size >= len(rows))
-            rectangles.append(Rectangle(rows, bucket, 1))
+            rectangles.append(self._rectangle(sampling, self._config.decode_buckets, 1))
         prefilling = [s for s in self._running if s.parent is None and s.num_to_prefill and not s.finished]
         if prefilling:
-            chosen = self._next_prompt(prefilling)
+            chosen = self._next_prompts(prefilling)
             limit = self._widest_chunk(rectangles[0].num_rows if rectangles else 0)
-            chunk = self._chunk(chosen.num_to_prefill, limit)
-            row = self._row(chosen, min(chunk, chosen.num_to_prefill))
-            rectangles.append(Rectangle((row,), 1, chunk))
+            chunk = max(self._chunk(sequence.num_to_prefill, limit) for sequence in chosen)
+            rectangles.append(self._rectangle(chosen, (len(self._shards),), chunk))
         return rectangles
+
+    def _rectangle(self, sequences: list[Sequence], buckets: tuple[int, ...], num_tokens: int) -> Rectangle:
+        """The next tokens of some sequences, in the smallest bucket whose shares hold each shard's rows."""
+        on_shard = [[s for s in sequences if s.shard == shard] for shard in self._shards]
+        most = max(map(len, on_shard))
+        num_rows = next(size for size in buckets if size >= most * len(self._shards))
+        share = num_rows // len(self._shards)
+        rows, places = [], []
+        for shard, those in enumerate(on_shard):
+            for index, sequence in enumerate(those):
+                length = 1 if num_tokens == 1 else min(num_tokens, sequence.num_to_prefill)
+                rows.append(self._row(sequence, length))
+                places.append(shard * share + index)
+        return Rectangle(tuple(rows), tuple(places), num_rows, num_tokens)
 
     def _can_sample(self, sequence: Sequence) -> bool:
         waits = sequence.keeps_state and sequence.stops_late and not self._takes_turns(sequence)
@@ -247,9 +278,15 @@ class Scheduler:
         self.retain(origin)
         self._start_from(sequence, origin)
 
-    def _next_prompt(self, prefilling: list[Sequence]) -> Sequence:
+    def _next_prompts(self, prefilling: list[Sequence]) -> list[Sequence]:
+        """One prompt of each shard that has any."""
         oldest_first, self._oldest_next = self._oldest_next, not self._oldest_next
-        return prefilling[0] if oldest_first else min(prefilling, key=lambda s: s.num_to_prefill)
+        on_shard = ([s for s in prefilling if s.shard == shard] for shard in self._shards)
+        return [
+            those[0] if oldest_first else min(those, key=lambda s: s.num_to_prefill)
+            for those in on_shard
+            if those
+        ]
 
     def _widest_chunk(self, num_sampling_rows: int) -> int:
         buckets = self._config.prefill_buckets
@@ -258,7 +295,7 @@ class Scheduler:
         step_s = self._cost_s(num_sampling_rows, 1)
         if step_s is None:
             return buckets[0]
-        costs = {bucket: self._cost_s(1, bucket) for bucket in buckets}
+        costs = {bucket: self._cost_s(len(self._shards), bucket) for bucket in buckets}
         return max(
             (b for b, cost in costs.items() if cost is not None and cost <= step_s), default=buckets[0]
         )
@@ -333,9 +370,9 @@ class Scheduler:
         shares_slot = sequence.current in sequence.slots
         shares_page = bool(state.num_tokens % self._shape.page_size) if self._shape.page_size else False
         shares_page = shares_page and sequence.page_copy is None
-        successor = self._slots.acquire(1) if shares_slot else []
+        successor = self._slots.acquire(1, sequence.shard) if shares_slot else []
         try:
-            fresh_page = self._pages.acquire(1) if shares_page else []
+            fresh_page = self._pages.acquire(1, sequence.shard) if shares_page else []
         except Exception:
             for slot in successor:
                 self._slots.release(slot)

@@ -44,6 +44,7 @@ class Sequence:
         origin_handle: the state it continues, if one.
         continues: whether `tokens[0]` is a continued state's pending token and no part of the prompt.
         history: every token before `tokens`, for penalties; empty if they do not matter.
+        shard: the device, along the mesh's data axis, that has its slots; chosen when it is admitted.
         slots: slots that it alone writes.
         current: the slot with its newest state.
         held: a slot it reads without owning it, until its first step has moved off.
@@ -76,6 +77,7 @@ class Sequence:
     scores: list[TokenLogprob] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     num_prompt: int = 0
+    shard: int = 0
     slots: list[int] = dataclasses.field(default_factory=list)
     current: int = 0
     held: int | None = None

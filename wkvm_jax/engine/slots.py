@@ -15,36 +15,57 @@ class RefPool:
 
     Args:
         name: what the ids are, for errors ("slot").
-        size: ids there are in all, the reserved ones included.
-        num_reserved: ids from 0 that are never handed out.
+        size: ids a shard, the reserved ones included.
+        num_reserved: ids from each shard's first that are never handed out.
+        num_shards: devices that each have ids of their own. Shard `i` has those from `i * size` on.
     """
 
-    def __init__(self, name: str, size: int, num_reserved: int) -> None:
+    def __init__(self, name: str, size: int, num_reserved: int, num_shards: int = 1) -> None:
         self._name = name
+        self._size = size
         self._num_usable = max(size - num_reserved, 0)
-        self._free = deque(range(num_reserved, size))
+        self._free = [
+            deque(range(shard * size + num_reserved, (shard + 1) * size)) for shard in range(num_shards)
+        ]
         self._counts: dict[int, int] = {}
 
     @property
+    def num_shards(self) -> int:
+        return len(self._free)
+
+    @property
     def num_usable(self) -> int:
+        """Ids that a shard hands out: what one request can have at most."""
         return self._num_usable
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Free ids of all shards."""
+        return sum(map(len, self._free))
 
-    def acquire(self, count: int) -> list[int]:
-        """`count` ids with one reference each, or none at all.
+    def num_free_on(self, shard: int) -> int:
+        return len(self._free[shard])
+
+    def roomiest(self) -> int:
+        """The shard with the most free ids."""
+        return max(range(self.num_shards), key=self.num_free_on)
+
+    def shard_of(self, identity: int) -> int:
+        return identity // self._size
+
+    def acquire(self, count: int, shard: int = 0) -> list[int]:
+        """`count` ids of a shard with one reference each, or none at all.
 
         Raises:
             NoFreeSlotError: fewer are free.
         """
-        if count > len(self._free):
+        free = self._free[shard]
+        if count > len(free):
             raise NoFreeSlotError(
-                f"{count} {self._name}s are needed and {len(self._free)} of {self._num_usable} are free; "
+                f"{count} {self._name}s are needed and {len(free)} of {self._num_usable} are free; "
                 f"delete a kept state or wait for a running request to end"
             )
-        ids = [self._free.popleft() for _ in range(count)]
+        ids = [free.popleft() for _ in range(count)]
         for identity in ids:
             self._counts[identity] = 1
         return ids
@@ -61,7 +82,7 @@ class RefPool:
             return
         if count == 1:
             del self._counts[identity]
-            self._free.append(identity)
+            self._free[self.shard_of(identity)].append(identity)
         else:
             self._counts[identity] = count - 1
 

@@ -177,11 +177,11 @@ class StateStore:
         """
         slots, _ = self._engine.pools
         kept = {place.slot for place in self._places.values()} - {INITIAL_SLOT}
-        most = slots.num_usable - min(SLOTS_FOR_REQUESTS, max(slots.num_usable - 1, 1))
+        most = slots.num_shards * (slots.num_usable - min(SLOTS_FOR_REQUESTS, max(slots.num_usable - 1, 1)))
         if len(kept) + self._engine.num_keeping >= most:
             raise NoFreeSlotError(
                 f"{len(kept)} kept states and {self._engine.num_keeping} to come take the {most} of this "
-                f"engine's {slots.num_usable} slots that states may keep; "
+                f"engine's {slots.num_shards * slots.num_usable} slots that states may keep; "
                 "delete some, or start a larger engine"
             )
 
@@ -261,10 +261,11 @@ class StateStore:
     def _put(self, name: str, state: State) -> Record:
         self.check_room()
         slots, pages = self._engine.pools
-        (slot,) = slots.acquire(1)
+        shard = slots.roomiest()
+        (slot,) = slots.acquire(1, shard)
         num_tokens = int(np.asarray(state.num_tokens)[0])
         try:
-            taken = pages.acquire(self._engine.model.state_spec.pages_for(num_tokens))
+            taken = pages.acquire(self._engine.model.state_spec.pages_for(num_tokens), shard)
         except WkvmError:
             slots.release(slot)
             raise

@@ -34,6 +34,7 @@ from wkvm_jax.sampling import (
     top_log_probs,
 )
 from wkvm_jax.state import (
+    FILLER_PAGE,
     INITIAL_SLOT,
     TRASH_SLOT,
     Batch,
@@ -56,12 +57,29 @@ Shape = tuple[int, int]
 
 
 class StepRows(flax.struct.PyTreeNode):
-    """The host's part of a sampling step; the tokens lie in the lanes."""
+    """The host's part of a sampling step, one transfer; the tokens lie in the lanes.
 
-    lane_ids: Int32[Array, " b"]
-    read_slots: Int32[Array, " b"]
-    write_slots: Int32[Array, " b"]
-    page_table: Int32[Array, "b p"]
+    Attributes:
+        table: of each row its lane, read slot and write slot, then its page table.
+    """
+
+    table: Int32[Array, "b columns"]
+
+    @property
+    def lane_ids(self) -> Int32[Array, " b"]:
+        return self.table[:, 0]
+
+    @property
+    def read_slots(self) -> Int32[Array, " b"]:
+        return self.table[:, 1]
+
+    @property
+    def write_slots(self) -> Int32[Array, " b"]:
+        return self.table[:, 2]
+
+    @property
+    def page_table(self) -> Int32[Array, "b p"]:
+        return self.table[:, 3:]
 
 
 class PromptRows(flax.struct.PyTreeNode):
@@ -99,7 +117,7 @@ class NewLanes(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Sizes that the compiled steps share."""
+    """Sizes that the compiled steps share: of one data shard, the reserved ids included."""
 
     num_slots: int
     num_pages: int
@@ -208,6 +226,47 @@ def write_page(arena: State, page: Int32[Array, ""], value: dict[str, Array]) ->
     return arena.replace(pools=pools)
 
 
+@dataclasses.dataclass(frozen=True)
+class OnShard:
+    """The functions above as one data shard runs them, with ids that count over all shards."""
+
+    sizes: Sizes
+    placement: Placement
+    spec: StateSpec
+
+    def set_lanes(self, lanes: Lanes, new: NewLanes) -> Lanes:
+        lane_ids = self.placement.local(new.lane_ids, self.sizes.num_lanes, PADDING_LANE)
+        return set_lanes(lanes, new.replace(lane_ids=lane_ids))
+
+    def add_history(self, lanes: Lanes, lane_id: Array, token_ids: Array) -> Lanes:
+        lane_id = self.placement.local(lane_id, self.sizes.num_lanes, PADDING_LANE)
+        return add_history(lanes, lane_id, jnp.where(lane_id == PADDING_LANE, -1, token_ids))
+
+    def copy_slots(self, arena: State, copies: Array) -> State:
+        return copy_slots(arena, self.spec, self._slot(copies))
+
+    def copy_pages(self, arena: State, copies: Array) -> State:
+        return copy_pages(arena, self._page(copies))
+
+    def read_slot(self, arena: State, slot: Array) -> State:
+        return self.placement.from_owner(read_slot(arena, self._slot(slot)), slot, self.sizes.num_slots)
+
+    def write_slot(self, arena: State, slot: Array, value: State) -> State:
+        return write_slot(arena, self._slot(slot), value)
+
+    def read_page(self, arena: State, page: Array) -> dict[str, Array]:
+        return self.placement.from_owner(read_page(arena, self._page(page)), page, self.sizes.num_pages)
+
+    def write_page(self, arena: State, page: Array, value: dict[str, Array]) -> State:
+        return write_page(arena, self._page(page), value)
+
+    def _slot(self, slots: Array) -> Array:
+        return self.placement.local(slots, self.sizes.num_slots, TRASH_SLOT)
+
+    def _page(self, pages: Array) -> Array:
+        return self.placement.local(pages, self.sizes.num_pages, FILLER_PAGE)
+
+
 class Device:
     """The arena, the lanes and the compiled steps of one model.
 
@@ -215,7 +274,7 @@ class Device:
 
     Args:
         model: what to run.
-        sizes: of arena and lanes; the reserved slots, page and lane are counted in.
+        sizes: of each data shard's arena and lanes; the reserved slots, page and lane are counted in.
         mesh: devices to spread over; None is JAX's default device.
 
     Raises:
@@ -230,18 +289,24 @@ class Device:
         self._compiled: dict[tuple[str, Shape], jax.stages.Compiled] = {}
         self._cost_s: dict[Shape, float] = {}
         self._used: set[Shape] = set()
+        self._sent_rows: dict[int, tuple[np.ndarray, StepRows]] = {}
         self.reset()
 
     def reset(self) -> None:
         """A fresh arena and fresh lanes; all that they held is gone."""
-        sizes, model = self.sizes, self.model
+        sizes, model, shards = self.sizes, self.model, self.num_data_shards
 
         def allocate() -> tuple[State, Lanes]:
-            arena = model.state_spec.allocate(sizes.num_slots, sizes.num_pages)
-            return arena, allocate_lanes(sizes.num_lanes, model.config.vocab_size)
+            arena = model.state_spec.allocate(shards * sizes.num_slots, shards * sizes.num_pages)
+            return arena, allocate_lanes(shards * sizes.num_lanes, model.config.vocab_size)
 
         # One program, where leaf by leaf would compile one a shape.
         self.arena, self.lanes = self._placement.allocated(allocate)
+
+    @property
+    def num_data_shards(self) -> int:
+        """Shards that each have slots, pages, lanes and rows of their own."""
+        return self._placement.num_data_shards
 
     def set_params(self, params: Params) -> None:
         """Other weights of the same shapes, from the next dispatch on."""
@@ -305,45 +370,46 @@ class Device:
         self, name: str, shape: Shape
     ) -> tuple[Callable[..., object], tuple[int, ...], tuple[object, ...]]:
         """A function, which arguments it donates, and arguments of the right shapes."""
-        index = np.int32(0)
-        pairs = np.zeros((COPY_ROWS, 2), np.int32)
-        slot = _as_batch_of_one(self.arena)
-        page = {name: pool[:1] for name, pool in _abstract_tree(self.arena.pools).items()}
-        signatures: dict[str, tuple[Callable[..., object], tuple[int, ...], tuple[object, ...]]] = {
-            "set_lanes": (set_lanes, (0,), (self.lanes, self._new_lanes())),
-            "add_history": (add_history, (0,), (self.lanes, index, np.zeros(HISTORY_CHUNK, np.int32))),
-            "read_slot": (read_slot, (), (self.arena, index)),
-            "write_slot": (write_slot, (0,), (self.arena, index, slot)),
-            "copy_slots": (partial(_copy_slots, spec=self.model.state_spec), (0,), (self.arena, pairs)),
-            "copy_pages": (copy_pages, (0,), (self.arena, pairs)),
-            "read_page": (read_page, (), (self.arena, index)),
-            "write_page": (write_page, (0,), (self.arena, index, page)),
-        }
         placement = self._placement
-        params, arena, everywhere = placement.param_specs, placement.arena_specs, PartitionSpec()
+        everywhere, rows = PartitionSpec(), placement.rows_specs
+        params, arena = placement.param_specs, placement.arena_specs
+        index, pairs = np.int32(0), np.zeros((COPY_ROWS, 2), np.int32)
+        on_shard = OnShard(self.sizes, placement, self.model.state_spec)
         if name == "step":
-            sampling = placement.spread(
-                partial(sampling_step, model=self.model, model_axis=placement.model_axis),
-                (params, arena, everywhere, everywhere),
-                (arena, everywhere, everywhere),
-            )
-            return sampling, (1, 2), (self.params, self.arena, self.lanes, self.step_rows((), shape[0]))
+            step = partial(sampling_step, model=self.model, model_axis=placement.model_axis)
+            spread = placement.spread(step, (params, arena, rows, rows), (arena, rows, rows))
+            return spread, (1, 2), (self.params, self.arena, self.lanes, self.step_rows((), (), shape[0]))
         if name == "prompt":
-            consuming = placement.spread(
-                partial(prompt_step, model=self.model, model_axis=placement.model_axis),
-                (params, arena, everywhere),
-                (arena, everywhere),
-            )
-            return consuming, (1,), (self.params, self.arena, self._prompt_rows((), shape))
-        return signatures[name]
+            consume = partial(prompt_step, model=self.model, model_axis=placement.model_axis)
+            host_rows = self._prompt_rows((), (), shape)
+            host_specs = jax.tree.map(lambda x: rows if x.ndim else everywhere, host_rows)
+            spread = placement.spread(consume, (params, arena, host_specs), (arena, rows))
+            return spread, (1,), (self.params, self.arena, host_rows)
+        if name == "set_lanes":
+            spread = placement.spread(on_shard.set_lanes, (rows, everywhere), rows)
+            return spread, (0,), (self.lanes, self._new_lanes())
+        if name == "add_history":
+            spread = placement.spread(on_shard.add_history, (rows, everywhere, everywhere), rows)
+            return spread, (0,), (self.lanes, index, np.zeros(HISTORY_CHUNK, np.int32))
+        if name in ("copy_slots", "copy_pages"):
+            copy = on_shard.copy_slots if name == "copy_slots" else on_shard.copy_pages
+            return placement.spread(copy, (arena, everywhere), arena), (0,), (self.arena, pairs)
+        is_slot = name in ("read_slot", "write_slot")
+        one = placement.one_state_specs if is_slot else placement.page_specs
+        if name in ("read_slot", "read_page"):
+            read = on_shard.read_slot if is_slot else on_shard.read_page
+            return placement.spread(read, (arena, everywhere), one), (), (self.arena, index)
+        write = on_shard.write_slot if is_slot else on_shard.write_page
+        value = _as_batch_of_one(self.arena) if is_slot else _abstract_tree(self.arena.pools)
+        return placement.spread(write, (arena, everywhere, one), arena), (0,), (self.arena, index, value)
 
     def _timed(self, shape: Shape) -> float:
         jax.block_until_ready(self.arena)
         started = time.perf_counter()
         if shape[1] == 1:
-            result: object = self.run_step(self.step_rows((), shape[0]), shape)
+            result: object = self.run_step(self.step_rows((), (), shape[0]), shape)
         else:
-            result = self._run_prompt(self._prompt_rows((), shape), shape)
+            result = self._run_prompt(self._prompt_rows((), (), shape), shape)
         jax.block_until_ready((result, self.arena))
         return time.perf_counter() - started
 
@@ -361,9 +427,11 @@ class Device:
             jax.block_until_ready(self.arena)
             started = time.perf_counter()
         if rectangle.num_tokens == 1:
-            result: Sampled | Scores = self.run_step(self.step_rows(rectangle.rows, shape[0]), shape)
+            rows = self.step_rows(rectangle.rows, rectangle.places, shape[0])
+            result: Sampled | Scores = self.run_step(rows, shape)
         else:
-            result = self._run_prompt(self._prompt_rows(rectangle.rows, shape), shape)
+            prompt_rows = self._prompt_rows(rectangle.rows, rectangle.places, shape)
+            result = self._run_prompt(prompt_rows, shape)
         if measure:
             jax.block_until_ready((result, self.arena))
             self._cost_s[shape] = time.perf_counter() - started
@@ -390,47 +458,61 @@ class Device:
         for pairs in _padded_pairs(moves, TRASH_SLOT):
             self.arena = self._get("copy_slots")(self.arena, pairs)
 
-    def step_rows(self, rows: Sequence[Row], num_rows: int) -> StepRows:
-        """Arrays for a sampling step; rows that are missing are padding."""
-        lane_ids = np.full(num_rows, PADDING_LANE, np.int32)
-        read_slots = np.full(num_rows, INITIAL_SLOT, np.int32)
-        write_slots = np.full(num_rows, TRASH_SLOT, np.int32)
-        for index, row in enumerate(rows):
-            assert row.sequence.lane is not None
-            lane_ids[index] = row.sequence.lane
-            read_slots[index] = row.read_slot
-            write_slots[index] = row.write_slot
-        pages = from_host(self._page_table(rows, num_rows))
-        return StepRows(from_host(lane_ids), from_host(read_slots), from_host(write_slots), pages)
+    def step_rows(self, rows: Sequence[Row], places: Sequence[int], num_rows: int) -> StepRows:
+        """A sampling step's rows, on the device; places without a row are padding.
 
-    def _prompt_rows(self, rows: Sequence[Row], shape: Shape) -> PromptRows:
+        Each shard counts its own ids. Rows that stay in their slots are the same from step to step, and are
+        not sent again then.
+        """
+        table = np.zeros((num_rows, 3 + self.sizes.pages_per_row), np.int32)
+        table[:, 0] = PADDING_LANE
+        for place, row in zip(places, rows, strict=True):
+            assert row.sequence.lane is not None
+            table[place, 0] = row.sequence.lane % self.sizes.num_lanes
+        table[:, 1], table[:, 2] = self._slots(rows, places, num_rows)
+        table[:, 3:] = self._page_table(rows, places, num_rows)
+        sent = self._sent_rows.get(num_rows)
+        if sent is None or not np.array_equal(sent[0], table):
+            sent = (table, StepRows(self._placement.place_rows(table)))
+            self._sent_rows[num_rows] = sent
+        return sent[1]
+
+    def _prompt_rows(self, rows: Sequence[Row], places: Sequence[int], shape: Shape) -> PromptRows:
         num_rows, _ = shape
         tokens, targets = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         lengths = np.zeros(num_rows, np.int32)
-        read_slots = np.full(num_rows, INITIAL_SLOT, np.int32)
-        write_slots = np.full(num_rows, TRASH_SLOT, np.int32)
-        for index, row in enumerate(rows):
+        for place, row in zip(places, rows, strict=True):
             sequence, end = row.sequence, row.first + row.length
-            tokens[index, : row.length] = sequence.tokens[row.first : end]
-            targets[index, : row.length] = sequence.tokens[row.first + 1 : end + 1]
-            lengths[index] = row.length
-            read_slots[index] = row.read_slot
-            write_slots[index] = row.write_slot
+            tokens[place, : row.length] = sequence.tokens[row.first : end]
+            targets[place, : row.length] = sequence.tokens[row.first + 1 : end + 1]
+            lengths[place] = row.length
         wants_scores = np.array(any(row.sequence.params.prompt_logprobs for row in rows))
+        read_slots, write_slots = self._slots(rows, places, num_rows)
         batch = Batch(
             tokens=from_host(tokens),
             lengths=from_host(lengths),
             read_slots=from_host(read_slots),
             write_slots=from_host(write_slots),
-            page_table=from_host(self._page_table(rows, num_rows)),
+            page_table=from_host(self._page_table(rows, places, num_rows)),
         )
         return PromptRows(batch, from_host(targets), from_host(wants_scores))
 
-    def _page_table(self, rows: Sequence[Row], num_rows: int) -> np.ndarray:
+    def _slots(
+        self, rows: Sequence[Row], places: Sequence[int], num_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        read_slots = np.full(num_rows, INITIAL_SLOT, np.int32)
+        write_slots = np.full(num_rows, TRASH_SLOT, np.int32)
+        for place, row in zip(places, rows, strict=True):
+            read_slots[place] = row.read_slot % self.sizes.num_slots
+            write_slots[place] = row.write_slot % self.sizes.num_slots
+        return read_slots, write_slots
+
+    def _page_table(self, rows: Sequence[Row], places: Sequence[int], num_rows: int) -> np.ndarray:
         table = np.zeros((num_rows, self.sizes.pages_per_row), np.int32)
         if self.sizes.pages_per_row:
-            for index, row in enumerate(rows):
-                table[index, : len(row.sequence.pages)] = row.sequence.pages
+            for place, row in zip(places, rows, strict=True):
+                pages = np.asarray(row.sequence.pages, np.int32)
+                table[place, : len(pages)] = pages % self.sizes.num_pages
         return table
 
     # Lanes ----------------------------------------------------------------------------------------
@@ -480,10 +562,6 @@ class Device:
         for index, page in enumerate(pages):
             value = {name: pool[index : index + 1] for name, pool in pools.items()}
             self.arena = self._get("write_page")(self.arena, np.int32(page), value)
-
-
-def _copy_slots(arena: State, copies: Array, *, spec: StateSpec) -> State:
-    return copy_slots(arena, spec, copies)
 
 
 def _padded_pairs(pairs: Sequence[tuple[int, int]], filler: int) -> list[np.ndarray]:
