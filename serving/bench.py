@@ -35,27 +35,38 @@ class DecodeResult:
     engine_tokens_per_s: float
     engine_share: float
     step_ms: float
+    floor_ms: float
+    times_floor: float
 
 
 def bench_decode(arguments: argparse.Namespace) -> int:
     """Bare step and engine take turns, round by round, so that a noisy machine treats them alike."""
     model = _model(arguments)
-    results = [decode_speed(model, rows, arguments.steps, arguments.rounds) for rows in arguments.rows]
+    bytes_per_s = copy_bytes_per_s()
+    results = [
+        decode_speed(model, rows, arguments.steps, arguments.rounds, bytes_per_s) for rows in arguments.rows
+    ]
     memory = _memory(model, max(arguments.rows))
     if arguments.json:
         for result in results:
             print(json.dumps(dataclasses.asdict(result) | memory | _platform(model, arguments.rounds)))
         return 0
     print(_describe(model, arguments.rounds))
-    print(f"{'rows':>5} {'step tok/s':>12} {'engine tok/s':>13} {'engine/step':>12} {'step ms':>9}")
+    print(
+        f"{'rows':>5} {'step tok/s':>12} {'engine tok/s':>13} {'engine/step':>12} {'step ms':>9} "
+        f"{'floor ms':>9} {'x floor':>8}"
+    )
     for r in results:
         print(
             f"{r.rows:>5} {r.step_tokens_per_s:>12,.0f} {r.engine_tokens_per_s:>13,.0f} "
-            f"{r.engine_share:>11.0%} {r.step_ms:>9.2f}"
+            f"{r.engine_share:>11.0%} {r.step_ms:>9.2f} {r.floor_ms:>9.2f} {r.times_floor:>8.2f}"
         )
     print(
         f"memory: weights {memory['weights_mib']:.1f} MiB, a state {memory['state_mib']:.3f} MiB, "
         f"arena {memory['arena_mib']:.1f} MiB, process at its peak {memory['peak_process_mib']:.0f} MiB"
+    )
+    print(
+        f"floor: weights read once, states read and written, at the {bytes_per_s / 1e9:,.0f} GB/s of a copy"
     )
     return 0
 
@@ -92,7 +103,21 @@ def _model(arguments: argparse.Namespace) -> Model:
     return load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=progress)
 
 
-def decode_speed(model: Model, rows: int, steps: int, rounds: int) -> DecodeResult:
+def copy_bytes_per_s() -> float:
+    """Bytes read and written a second by copying an array much larger than any cache; the best of five."""
+    num_bytes = 2**28 if jax.default_backend() == "cpu" else 2**31
+    source = jax.block_until_ready(jax.numpy.zeros(num_bytes // 4, jax.numpy.float32))
+    copy = jax.jit(lambda x: x + 1.0)
+    jax.block_until_ready(copy(source))
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        jax.block_until_ready(copy(source))
+        seconds.append(time.perf_counter() - started)
+    return 2 * num_bytes / min(seconds)
+
+
+def decode_speed(model: Model, rows: int, steps: int, rounds: int, bytes_per_s: float) -> DecodeResult:
     """Tokens a second of `rows` greedy rows, bare and through the engine; medians over rounds."""
     max_rows = 1 << (rows - 1).bit_length()
     bare = BareStep(model, rows, max_rows)
@@ -105,8 +130,16 @@ def decode_speed(model: Model, rows: int, steps: int, rounds: int) -> DecodeResu
             engine_s.append(_engine_seconds(engine, rows, steps))
     step_rate = rows * steps / statistics.median(bare_s)
     engine_rate = rows * steps / statistics.median(engine_s)
+    step_s = statistics.median(bare_s) / steps
+    floor_s = (model.weight_bytes_a_step + 2 * rows * model.state_spec.slot_bytes) / bytes_per_s
     return DecodeResult(
-        rows, step_rate, engine_rate, engine_rate / step_rate, 1e3 * statistics.median(bare_s) / steps
+        rows=rows,
+        step_tokens_per_s=step_rate,
+        engine_tokens_per_s=engine_rate,
+        engine_share=engine_rate / step_rate,
+        step_ms=1e3 * step_s,
+        floor_ms=1e3 * floor_s,
+        times_floor=step_s / floor_s,
     )
 
 

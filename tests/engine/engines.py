@@ -65,9 +65,11 @@ def model_named(name: str) -> Model:
     return Model(RWKV7, _RWKV7_CONFIG, params, ByteTokenizer(), name=name)
 
 
-def start(model: Model, config: EngineConfig = CONFIG, **changes: object) -> Engine:
+def start(
+    model: Model, config: EngineConfig = CONFIG, mesh: jax.sharding.Mesh | None = None, **changes: object
+) -> Engine:
     """A fresh engine, to be closed by whoever asked for it."""
-    return Engine(model, dataclasses.replace(config, **changes), MemoryRecords())
+    return Engine(model, dataclasses.replace(config, **changes), MemoryRecords(), mesh)
 
 
 @contextlib.contextmanager

@@ -46,8 +46,8 @@ class Placement:
         if unknown:
             raise MeshError(f"the mesh has axes {unknown}; name its axes {DATA_AXIS!r} and {MODEL_AXIS!r}")
         self.num_data_shards = sizes.get(DATA_AXIS, 1)
-        self._data_axis = DATA_AXIS if DATA_AXIS in sizes else None
-        self.model_axis = MODEL_AXIS if MODEL_AXIS in sizes else None
+        self._data_axis = DATA_AXIS if self.num_data_shards > 1 else None
+        self.model_axis = MODEL_AXIS if sizes.get(MODEL_AXIS, 1) > 1 else None
         if self.model_axis is not None:
             self._check_divides(sizes[MODEL_AXIS])
 
@@ -139,6 +139,20 @@ class Placement:
         if self._mesh is None:
             return jax.device_put(table)
         return jax.device_put(table, NamedSharding(self._mesh, P(self._data_axis)))
+
+    def place_everywhere(self, tree: Tree) -> Tree:
+        """Arrays from anywhere, whole on every device."""
+        if self._mesh is None:
+            return tree
+        placed: Tree = jax.device_put(tree, NamedSharding(self._mesh, P()))
+        return placed
+
+    def taken_off(self, tree: Tree) -> Tree:
+        """Arrays of a step, on JAX's default device as other arrays are."""
+        if self._mesh is None:
+            return tree
+        taken: Tree = jax.device_put(jax.device_get(tree))
+        return taken
 
     def allocated(self, allocate: Callable[[], tuple[State, object]]) -> tuple[State, object]:
         """What a function makes, an arena and lanes, in one program."""

@@ -546,7 +546,7 @@ class Device:
 
     def load(self, slot: int, pages: Sequence[int]) -> State:
         """A copy of one state, as a batch of one with its pages in order."""
-        state = self._get("read_slot")(self.arena, np.int32(slot))
+        state = self._placement.taken_off(self._get("read_slot")(self.arena, np.int32(slot)))
         read = [self._get("read_page")(self.arena, np.int32(page)) for page in pages]
         # Joined on the host: on the device, each number of pages would compile.
         pools = {
@@ -557,7 +557,8 @@ class Device:
 
     def store(self, slot: int, pages: Sequence[int], state: State) -> None:
         """Writes a batch of one into a slot and its pages."""
-        self.arena = self._get("write_slot")(self.arena, np.int32(slot), state.replace(pools={}))
+        leaves = self._placement.place_everywhere(state.replace(pools={}))
+        self.arena = self._get("write_slot")(self.arena, np.int32(slot), leaves)
         pools = {name: np.asarray(pool) for name, pool in state.pools.items()}
         for index, page in enumerate(pages):
             value = {name: pool[index : index + 1] for name, pool in pools.items()}

@@ -50,6 +50,13 @@ class Model:
         """One conversation's state: leaves, shapes, dtypes and kinds."""
         return self.family.state_spec(self.config)
 
+    @property
+    def weight_bytes_a_step(self) -> int:
+        """Bytes of weights that a step reads: all but an embedding that is not the head as well."""
+        sizes = {name: sum(leaf.nbytes for leaf in jax.tree.leaves(p)) for name, p in self.params.items()}
+        unread = sizes.get("embedding", 0) if "head" in sizes else 0
+        return sum(sizes.values()) - unread
+
     @cached_property
     def fingerprint(self) -> str:
         """A digest of architecture, shapes, weights and tokenizer; states remember it."""
