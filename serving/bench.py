@@ -17,11 +17,10 @@ from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.engine import Engine as RunningEngine
 from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.step import Device, NewLanes, Sizes, StepRows
-from wkvm_jax.models.loading import load
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.sizes import random_model
 from wkvm_jax.sampling import NUM_RESERVED_LANES, PADDING_LANE, LaneParams, idle_fields
-from wkvm_jax.serving.progress import loading_progress
+from wkvm_jax.serving.chosen import load_chosen
 from wkvm_jax.state import INITIAL_SLOT, NUM_RESERVED_SLOTS, TRASH_SLOT
 from wkvm_jax.types import from_host
 
@@ -98,9 +97,13 @@ def bench_prefill(arguments: argparse.Namespace) -> int:
 
 def _model(arguments: argparse.Namespace) -> Model:
     if arguments.size is not None:
-        return random_model(arguments.size, arguments.dtype or "bfloat16", kernels=arguments.kernels)
-    progress = loading_progress()
-    return load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=progress)
+        return random_model(
+            arguments.size,
+            arguments.dtype or "bfloat16",
+            kernels=arguments.kernels,
+            state_dtype=arguments.state_dtype,
+        )
+    return load_chosen(arguments)
 
 
 def copy_bytes_per_s() -> float:

@@ -203,6 +203,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         help="of the weights (default: as stored; float32 on a CPU)",
     )
     parser.add_argument(
+        "--state-dtype",
+        choices=["float32", "float16", "bfloat16"],
+        default="float32",
+        help="what states are kept in; 16 bits take half the memory and lose some of it (default: float32)",
+    )
+    parser.add_argument(
         "--kernels",
         default="auto",
         metavar="K",

@@ -10,8 +10,7 @@ from wkvm_jax.config import DEFAULT_PREFILL_CHUNKS, EngineConfig
 from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.submission import encoded
 from wkvm_jax.errors import RequestError
-from wkvm_jax.models.loading import load
-from wkvm_jax.serving.progress import loading_progress
+from wkvm_jax.serving.chosen import load_chosen
 
 WIDEST_CHUNK = 256
 
@@ -30,7 +29,7 @@ def generate(arguments: argparse.Namespace) -> int:
         ignore_eos=arguments.ignore_eos,
     )
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    model = load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=loading_progress())
+    model = load_chosen(arguments)
     prompt_ids = encoded(model, _ids(prompt) if arguments.ids else prompt)
     chunk = next((size for size in DEFAULT_PREFILL_CHUNKS[:-1] if size >= len(prompt_ids) - 1), WIDEST_CHUNK)
     config = EngineConfig(num_slots=2, max_rows=1, prefill_chunks=(chunk,))

@@ -8,9 +8,9 @@ import sys
 from wkvm_jax.api import Engine, default_max_rows
 from wkvm_jax.config import EngineConfig
 from wkvm_jax.errors import RequestError
-from wkvm_jax.models.loading import load
 from wkvm_jax.serving.app import create_app
-from wkvm_jax.serving.progress import compiling_progress, loading_progress
+from wkvm_jax.serving.chosen import load_chosen
+from wkvm_jax.serving.progress import compiling_progress
 from wkvm_jax.serving.run import serve
 
 
@@ -23,7 +23,7 @@ def start_server(arguments: argparse.Namespace) -> int:
         max_rows=arguments.max_rows or default_max_rows(arguments.num_slots),
         deterministic=arguments.deterministic,
     )
-    model = load(arguments.model, arguments.dtype, kernels=arguments.kernels, progress=loading_progress())
+    model = load_chosen(arguments)
     engine = Engine(model, config=config)
     if not arguments.no_warmup:
         print("compiling; later starts find the compiled steps on disk", file=sys.stderr)

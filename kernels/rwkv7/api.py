@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.kernels.rwkv7 import mosaic_gpu, xla
@@ -13,7 +13,7 @@ from wkvm_jax.state import Batch
 
 
 def time_mix(
-    arena: Float32[Array, "s l h k v"],
+    arena: Float[Array, "s l h k v"],
     layer: int,
     batch: Batch,
     projections: Projections,
@@ -22,14 +22,15 @@ def time_mix(
     *,
     variant: Variant,
     kernels: Kernels,
-) -> tuple[Float[Array, "b t hv"], Float32[Array, "s l h k v"]]:
+) -> tuple[Float[Array, "b t hv"], Float[Array, "s l h k v"]]:
     """Runs one layer's time mixing for every row of a batch, from its read slot to its write slot.
 
     Equations 7 to 17 of arXiv 2503.14456: decay, in-context rate, value residual, key normalisation, the
     recurrence, group norm, the current token's bonus and the gate.
 
     Args:
-        arena: matrix states, slot-major, `[key, value]` a head.
+        arena: matrix states, slot-major, `[key, value]` a head, in float32 or a 16-bit type that they are
+            rounded to at each write; arithmetic is float32.
         layer: which layer's states to use.
         batch: says where rows read and write and how many tokens of each count.
         projections: the layer's products. Where one kernel runs they may have more rows than the batch; what

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.pallas import Ref, broadcast, kernel, load
 from wkvm_jax.kernels.rwkv7 import xla
-from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
 from wkvm_jax.state import Batch
 
 KEY_LANES, VALUES_A_WARP, VECTOR, WARPS = 8, 16, 4, 4
@@ -43,7 +43,7 @@ _Operands = tuple[Array, Batch, Array, Projections, Mapping[str, Array], Mapping
 
 
 def time_mix(
-    arena: Float32[Array, "s l h k v"],
+    arena: Float[Array, "s l h k v"],
     batch: Batch,
     projections: Projections,
     params: Mapping[str, Array],
@@ -51,7 +51,7 @@ def time_mix(
     layer: int,
     variant: Variant,
     interpreted: bool,
-) -> tuple[Float[Array, "b 1 hv"], Float32[Array, "s l h k v"]]:
+) -> tuple[Float[Array, "b 1 hv"], Float[Array, "s l h k v"]]:
     """As `api.time_mix` says, for one token a row; gradients are those of the XLA path.
 
     Raises:
@@ -113,7 +113,7 @@ def _one_head(
 
     of_keys, of_values = partial(vector, layout=KEYS), partial(vector, layout=VALUES)
 
-    state = load(states.at[read_slots[row], layer, head], MATRIX)
+    state = load(states.at[read_slots[row], layer, head], MATRIX).astype(jnp.float32)
     k, r = of_keys("k"), of_keys("r")
     decay = jax.nn.sigmoid(of_keys("w0") + of_keys("w"))
     decay = jnp.exp(-xla.DECAY_SCALE * decay)
@@ -137,7 +137,8 @@ def _one_head(
     )
     y = jnp.sum(along_keys(r) * changed, axis=0)
     # A row that consumes nothing hands its state on, whatever its operands hold.
-    states[write_slots[row], layer, head] = jnp.where(broadcast(lengths[row] > 0, size), changed, state)
+    kept = jnp.where(broadcast(lengths[row] > 0, size), changed, state)
+    states[write_slots[row], layer, head] = as_state(kept, states.dtype)
 
     centred = y - jnp.sum(y) * (1 / num_values)
     variance = jnp.sum(centred * centred) * (1 / num_values)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import flax.struct
+import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+FLOAT16_MAX = 65_504.0
 
 
 class Projections(flax.struct.PyTreeNode):
@@ -34,6 +37,13 @@ class Projections(flax.struct.PyTreeNode):
         if self.v_mix is None or self.v_first is None:
             return first
         return first | {"v_mix": self.v_mix, "v_first": self.v_first}
+
+
+def as_state(x: Float[Array, ...], dtype: jnp.dtype) -> Float[Array, ...]:
+    """A float32 state as it is kept: float16 holds at most 65,504 and takes that for more."""
+    if dtype == jnp.float16:
+        x = jnp.maximum(jnp.minimum(x, FLOAT16_MAX), -FLOAT16_MAX)
+    return x.astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

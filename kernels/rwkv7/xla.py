@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
+from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
 from wkvm_jax.kernels.rwkv7.reference import recurrence_reference
 from wkvm_jax.state import Batch, read_layer, write_layer
 
@@ -28,14 +28,14 @@ _einsum = partial(jnp.einsum, precision="highest")
 
 
 def time_mix(
-    arena: Float32[Array, "s l h k v"],
+    arena: Float[Array, "s l h k v"],
     layer: int | Int32[Array, ""],
     batch: Batch,
     projections: Projections,
     params: Mapping[str, Array],
     ln_x: Mapping[str, Array],
     variant: Variant,
-) -> tuple[Float[Array, "b t hv"], Float32[Array, "s l h k v"]]:
+) -> tuple[Float[Array, "b t hv"], Float[Array, "s l h k v"]]:
     """As `api.time_mix` says, for any number of tokens."""
     num_heads, head_dim = arena.shape[2], arena.shape[3]
     p = jax.tree.map(lambda x: x.astype(jnp.float32), projections)
@@ -78,11 +78,11 @@ def _group_norm(
 
 
 def recurrence(
-    arena: Float32[Array, "s l h k v"],
+    arena: Float[Array, "s l h k v"],
     layer: int | Int32[Array, ""],
     batch: Batch,
     inputs: tuple[Float32[Array, "b t h _"], ...],
-) -> tuple[Float32[Array, "b t h v"], Float32[Array, "s l h k v"]]:
+) -> tuple[Float32[Array, "b t h v"], Float[Array, "s l h k v"]]:
     """The recurrence for every row of a batch, from its read slot to its write slot.
 
     Args:
@@ -106,8 +106,8 @@ def recurrence(
 
     def gathered(arena: Array) -> tuple[Array, Array]:
         several = scanned if r.shape[1] <= MAX_SCANNED else chunked
-        y, final_state = several(inputs, read_layer(arena, batch, layer))
-        return y, write_layer(arena, batch, layer, final_state)
+        y, final_state = several(inputs, read_layer(arena, batch, layer).astype(jnp.float32))
+        return y, write_layer(arena, batch, layer, as_state(final_state, arena.dtype))
 
     if r.shape[1] > 1:
         return gathered(arena)
@@ -120,12 +120,12 @@ def _counted(batch: Batch) -> Bool[Array, "b t 1 1"]:
 
 
 def step_in_arena(
-    arena: Float32[Array, "s l h k v"],
+    arena: Float[Array, "s l h k v"],
     layer: int | Int32[Array, ""],
     read_slots: Int32[Array, " rows"],
     write_slots: Int32[Array, " rows"],
     inputs: tuple[Float32[Array, "rows h _"], ...],
-) -> tuple[Float32[Array, "rows h v"], Float32[Array, "s l h k v"]]:
+) -> tuple[Float32[Array, "rows h v"], Float[Array, "s l h k v"]]:
     """One token a row, one head after the other, straight in the arena.
 
     A head's matrix stays in the first-level cache from read to write: on a CPU this takes under half the
@@ -142,7 +142,7 @@ def step_in_arena(
         arena, y = carry
         row, head = index // num_heads, index % num_heads
         place = (read_slots[row], at_layer, head.astype(index_dtype), zero, zero)
-        state = jax.lax.dynamic_slice(arena, place, (1, 1, 1, *matrix))[0, 0, 0]
+        state = jax.lax.dynamic_slice(arena, place, (1, 1, 1, *matrix))[0, 0, 0].astype(jnp.float32)
         removed = _einsum("k,kv->v", a[row, head], state)
         state = (
             w[row, head][:, None] * state
@@ -151,7 +151,7 @@ def step_in_arena(
         )
         y = y.at[row, head].set(_einsum("k,kv->v", r[row, head], state))
         place = (write_slots[row], *place[1:])
-        return jax.lax.dynamic_update_slice(arena, state[None, None, None], place), y
+        return jax.lax.dynamic_update_slice(arena, as_state(state, arena.dtype)[None, None, None], place), y
 
     arena, y = jax.lax.fori_loop(0, num_rows * num_heads, one_head, (arena, jnp.zeros_like(v)))
     return y, arena

@@ -82,6 +82,36 @@ def test_output_and_arena_are_those_of_xla(fused_norm: bool, first_layer: bool, 
     np.testing.assert_array_equal(arena[WRITE[2], LAYER], np.asarray(operands[0])[READ[2], LAYER])
 
 
+@pytest.mark.parametrize("state_dtype", [jnp.float16, jnp.bfloat16])
+def test_states_of_16_bits_are_rounded_once_a_token(state_dtype: jnp.dtype) -> None:
+    arena, *others = make(False, jnp.dtype(jnp.float32))
+    arena = arena.astype(state_dtype)
+    out, after = run((arena, *others), Variant(1e-5, False), "hopper_interpreted")
+    by_xla, after_by_xla = run((arena, *others), Variant(1e-5, False), "xla")
+    wanted, wanted_after = run((arena.astype(jnp.float32), *others), Variant(1e-5, False), "xla")
+    assert after.dtype == after_by_xla.dtype == state_dtype
+    for got in (out, by_xla):
+        np.testing.assert_allclose(got[:2], wanted[:2], rtol=0, atol=2e-5)
+    for got in (after, after_by_xla):
+        one_bit = float(jnp.finfo(state_dtype).eps)
+        np.testing.assert_allclose(
+            got.astype(jnp.float32),
+            wanted_after.astype(state_dtype).astype(jnp.float32),
+            rtol=one_bit,
+            atol=1e-5,
+        )
+
+
+def test_a_state_too_large_for_float16_stays_finite() -> None:
+    arena, projections, params, ln_x = make(False, jnp.dtype(jnp.float32))
+    arena = jnp.where(jnp.isnan(arena), jnp.nan, 60_000.0).astype(jnp.float16)
+    grown = projections.replace(k=100.0 * projections.k, v=1e5 * projections.v)
+    for kernels in ("xla", "hopper_interpreted"):
+        _, after = run((arena, grown, params, ln_x), Variant(1e-5, False), kernels)
+        written = np.asarray(after)[np.array(WRITE), LAYER]
+        assert np.isfinite(written).all() and np.abs(written).max() == 65_504
+
+
 def test_nothing_else_in_the_arena_changes() -> None:
     operands = make(False, jnp.dtype(jnp.float32))
     _, arena = run(operands, Variant(1e-5, False), "hopper_interpreted")

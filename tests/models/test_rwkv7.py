@@ -156,6 +156,26 @@ def test_other_kernels_make_the_same_model(dtype: jnp.dtype) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=close), other_after, after)
 
 
+@pytest.mark.parametrize(("state_dtype", "close"), [("float16", 5e-3), ("bfloat16", 5e-2)])
+def test_16_bit_states(state_dtype: str, close: float) -> None:
+    """Half the bytes a state, and logits nearby: in one pass over a chunk, and token by token."""
+    _, exact = checkpoint("small")
+    config = dataclasses.replace(exact.config, state_dtype=state_dtype)
+    model = dataclasses.replace(exact, config=config)
+    assert model.fingerprint != exact.fingerprint
+    assert model.init_state(1).leaves["wkv"].dtype == state_dtype
+    assert model.state_spec.leaves["wkv"].num_bytes * 2 == exact.state_spec.leaves["wkv"].num_bytes
+    tokens = jnp.arange(2 * WIDTH, dtype=jnp.int32).reshape(2, WIDTH) % config.vocab_size
+    wanted, _ = exact(tokens, exact.init_state(2))
+    state, pieces = model.init_state(2), []
+    for first, end in [(0, 12), *((at, at + 1) for at in range(12, WIDTH))]:
+        logits, state = model(tokens[:, first:end], state)
+        pieces.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), wanted, rtol=0, atol=close)
+    with pytest.raises(ValueError, match="state_dtype='int8' must be one of float32, float16, bfloat16"):
+        dataclasses.replace(config, state_dtype="int8")
+
+
 def test_keys_of_no_length_do_no_harm() -> None:
     """A removal key of zeros stays zeros, and so does its gradient's infinity."""
     _, model = checkpoint("small")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from jax.typing import DTypeLike
 
 from wkvm_jax.errors import CheckpointError
 from wkvm_jax.kernels.dispatch import choose_kernels
-from wkvm_jax.models.family import Family, Layout
+from wkvm_jax.models.family import Family, FamilyConfig, Layout
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.registry import FAMILIES
 from wkvm_jax.tokenizers import load_tokenizer
@@ -28,6 +29,7 @@ def load(
     *,
     tokenizer: Tokenizer | None = None,
     kernels: str = "auto",
+    state_dtype: str = "float32",
     progress: Callable[[int, int], None] | None = None,
 ) -> Model:
     """Loads a model.
@@ -40,6 +42,8 @@ def load(
         tokenizer: used in place of what lies beside the checkpoint.
         kernels: what computes the model: "xla", "ampere", "hopper", or "auto" for the fastest that runs on
             the default device.
+        state_dtype: what recurrent states are kept in: "float32", or "float16" for half the memory at some
+            rounding a token (docs/performance.md). Not every family takes it.
         progress: called with the bytes done and the bytes there are.
 
     Returns:
@@ -49,6 +53,7 @@ def load(
         CheckpointError: what is wrong with which file.
         TokenizerError: the same for a tokenizer's files.
         KernelUnavailableError: the kernels asked for cannot run here; the message says why.
+        ValueError: a dtype is none of those above.
     """
     chosen = choose_kernels(kernels)
     path = DEMO_DIRECTORY if model == "demo" else Path(model)
@@ -62,7 +67,17 @@ def load(
         progress=progress,
     )
     tokenizer = tokenizer or load_tokenizer(checkpoint.directory, checkpoint.config, layout.config.vocab_size)
-    return Model(family, layout.config, params, tokenizer, name=_name(model), kernels=chosen)
+    config = _with_state_dtype(family, layout.config, state_dtype)
+    return Model(family, config, params, tokenizer, name=_name(model), kernels=chosen)
+
+
+def _with_state_dtype(family: Family, config: FamilyConfig, state_dtype: str) -> FamilyConfig:
+    if state_dtype == "float32":
+        return config
+    assert dataclasses.is_dataclass(config) and not isinstance(config, type)
+    if "state_dtype" not in {field.name for field in dataclasses.fields(config)}:
+        raise ValueError(f"{family.name} models keep their states in float32 only, not {state_dtype=}")
+    return dataclasses.replace(config, state_dtype=state_dtype)
 
 
 def find_layout(checkpoint: Checkpoint) -> tuple[Family, Layout]:

@@ -37,6 +37,9 @@ MIXES = ("r", "w", "k", "v", "a", "g")
 """Order of the token-shift mixes in the parameter `x_rwkvag`."""
 
 
+STATE_DTYPES = ("float32", "float16", "bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Sizes and variants of an RWKV-7 model.
@@ -51,6 +54,8 @@ class Config:
         fused_norm: flash-linear-attention's `fuse_norm`: keys are normalised with 1e-6 added under the
             root, and not with the norm clamped at 1e-12.
         tied_head: whether the output head is the embedding.
+        state_dtype: what the matrix states are kept in: "float32", or "float16" or "bfloat16" for half the
+            memory. Arithmetic is float32 all the same.
     """
 
     vocab_size: int
@@ -67,12 +72,15 @@ class Config:
     norm_bias: bool = True
     fused_norm: bool = False
     tied_head: bool = False
+    state_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.head_dim:
             raise ValueError(f"{self.head_dim=} must divide {self.hidden_size=}")
         if self.value_dim % self.num_heads:
             raise ValueError(f"{self.num_heads=} must divide {self.value_dim=}")
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(f"{self.state_dtype=} must be one of {', '.join(STATE_DTYPES)}")
 
     @property
     def num_heads(self) -> int:
@@ -166,7 +174,7 @@ def state_spec(config: Config) -> StateSpec:
         {
             "wkv": LeafSpec(
                 shape=(layers, config.num_heads, config.head_dim, config.value_head_dim),
-                dtype=jnp.float32,
+                dtype=jnp.dtype(config.state_dtype),
                 axes=("layer", "head", "key", "value"),
                 kind="recurrent",
             ),

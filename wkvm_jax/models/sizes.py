@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 
@@ -35,24 +36,29 @@ SIZES: Mapping[str, rwkv7.Config] = {
 
 
 def random_model(
-    size: str, dtype: DTypeLike = jnp.bfloat16, *, kernels: str = "auto", seed: int = 0
+    size: str,
+    dtype: DTypeLike = jnp.bfloat16,
+    *,
+    kernels: str = "auto",
+    state_dtype: str = "float32",
+    seed: int = 0,
 ) -> Model:
     """A model of a published size with random weights, made on the default device.
 
     Args:
         size: a key of `SIZES`.
         dtype: of the weights.
-        kernels: as for `wkvm_jax.load`.
+        kernels, state_dtype: as for `wkvm_jax.load`.
         seed: of the random numbers.
 
     Raises:
-        ValueError: there is no such size.
+        ValueError: there is no such size or dtype.
         KernelUnavailableError: the kernels asked for cannot run here.
     """
     if size not in SIZES:
         raise ValueError(f"{size=} must be one of {', '.join(SIZES)}")
     chosen = choose_kernels(kernels)
-    config = SIZES[size]
+    config = dataclasses.replace(SIZES[size], state_dtype=state_dtype)
     leaves, tree = jax.tree.flatten(rwkv7.param_spec(config))
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     params = [_random(key, leaf.shape, jnp.dtype(dtype)) for key, leaf in zip(keys, leaves, strict=True)]
