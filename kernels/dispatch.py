@@ -36,12 +36,15 @@ class _Gpu(Device, Protocol):
     def compute_capability(self) -> str: ...
 
 
-def choose_kernels(requested: str = "auto", device: Device | None = None) -> Kernels:
+def choose_kernels(
+    requested: str = "auto", device: Device | None = None, *, misfit: str | None = None
+) -> Kernels:
     """The implementation to use on a device.
 
     Args:
         requested: one of `KERNELS`, or "auto": the fastest that runs there.
         device: by default the first of JAX's default backend.
+        misfit: why a model's shapes do not fit the Pallas kernels, if they do not.
 
     Raises:
         KernelUnavailableError: there is no such implementation, or it cannot run on the device; the message
@@ -50,19 +53,23 @@ def choose_kernels(requested: str = "auto", device: Device | None = None) -> Ker
     device = device or jax.devices()[0]
     for kernels in KERNELS:
         if kernels == requested:
-            obstacle = _obstacle(kernels, device)
+            obstacle = _obstacle(kernels, device, misfit)
             if obstacle is not None:
                 raise KernelUnavailableError(requested, obstacle)
             return kernels
     if requested != "auto":
         raise KernelUnavailableError(requested, f"no such choice; there are auto, {', '.join(KERNELS)}")
     best: tuple[Kernels, ...] = ("hopper", "ampere")
-    return next((kernels for kernels in best if _obstacle(kernels, device) is None), "xla")
+    return next((kernels for kernels in best if _obstacle(kernels, device, misfit) is None), "xla")
 
 
-def _obstacle(kernels: Kernels, device: Device) -> str | None:
-    """Why kernels cannot run on a device."""
-    if kernels in ("xla", "hopper_interpreted"):
+def _obstacle(kernels: Kernels, device: Device, misfit: str | None) -> str | None:
+    """Why kernels cannot run a model on a device."""
+    if kernels == "xla":
+        return None
+    if misfit is not None:
+        return misfit
+    if kernels == "hopper_interpreted":
         return None
     if device.platform not in ("gpu", "cuda"):
         return f"they need an NVIDIA GPU, and this is a {device.platform} ({device.device_kind})"

@@ -42,6 +42,16 @@ KEYS, VALUES = MATRIX.reduce(1), MATRIX.reduce(0)
 _Operands = tuple[Array, Batch, Array, Projections, Mapping[str, Array], Mapping[str, Array]]
 
 
+def misfit(num_keys: int, num_values: int) -> str | None:
+    """Why heads of these widths do not fit the kernel, if they do not."""
+    if num_keys % KEY_LANES == 0 and num_values % VALUE_BLOCK == 0:
+        return None
+    return (
+        f"heads must have a multiple of {KEY_LANES} keys and of {VALUE_BLOCK} values, "
+        f"and these have {num_keys=} and {num_values=}"
+    )
+
+
 def time_mix(
     arena: Float[Array, "s l h k v"],
     batch: Batch,
@@ -57,12 +67,9 @@ def time_mix(
     Raises:
         ValueError: the heads' widths do not fit the kernel.
     """
-    num_keys, num_values = arena.shape[3:]
-    if num_keys % KEY_LANES or num_values % VALUE_BLOCK:
-        raise ValueError(
-            f"keys must be a multiple of {KEY_LANES} wide and values one of {VALUE_BLOCK}; "
-            f"these have {num_keys=} and {num_values=}: load the model with kernels='xla'"
-        )
+    fault = misfit(*arena.shape[3:])
+    if fault is not None:
+        raise ValueError(fault)
     where = jnp.asarray(np.array([layer], np.int32))  # no constant of the kernel: one serves all layers
     operands = (arena, batch, where, projections, params, ln_x)
     result: tuple[Array, Array] = _jitted(*operands, variant, interpreted)

@@ -8,8 +8,10 @@ import jax
 import pytest
 
 import wkvm_jax
+from tests.families import RWKV7_CONFIG, toy
 from wkvm_jax.errors import KernelUnavailableError
 from wkvm_jax.kernels.dispatch import choose_kernels
+from wkvm_jax.models import rwkv7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +55,15 @@ def test_the_best_that_runs_is_chosen(device: FakeDevice, best: str) -> None:
 def test_what_cannot_run_is_refused_with_the_reason(requested: str, device: FakeDevice, reason: str) -> None:
     with pytest.raises(KernelUnavailableError, match=reason):
         choose_kernels(requested, device)
+
+
+def test_a_model_that_does_not_fit_runs_on_xla_unless_kernels_are_asked_for() -> None:
+    fault = rwkv7.kernel_misfit(RWKV7_CONFIG)
+    assert fault is not None and "num_keys=16 and num_values=32" in fault
+    assert choose_kernels("auto", H200, misfit=fault) == choose_kernels("xla", H200, misfit=fault) == "xla"
+    with pytest.raises(KernelUnavailableError, match="heads must have a multiple of 8 keys and of 64 values"):
+        choose_kernels("hopper", H200, misfit=fault)
+    assert toy.TOY.kernel_misfit(toy.Config()) == "this family has no kernels yet"
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs a machine without GPU")

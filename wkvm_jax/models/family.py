@@ -56,6 +56,7 @@ class Family:
         partition: a `PartitionSpec` over `state.MODEL_AXIS` for each parameter of a config; None for a family
             that cannot be split. Where it can, `forward` and `head` also take `model_axis`: the name of the
             mesh axis, where they run on one device's share.
+        kernel_misfit: why a config cannot run on the Pallas kernels, None if it can.
         layout: the mapping for a checkpoint of this family, None for any other. Raises `ValueError`
             with the fields named for one that is of this family and not supported.
     """
@@ -67,3 +68,4 @@ class Family:
     head: Callable[..., Array]
     layout: Callable[[Shapes, Mapping[str, object] | None], Layout | None]
     partition: Callable[..., object] | None = None
+    kernel_misfit: Callable[..., str | None] = lambda config: "this family has no kernels yet"

@@ -55,7 +55,7 @@ def load(
         KernelUnavailableError: the kernels asked for cannot run here; the message says why.
         ValueError: a dtype is none of those above.
     """
-    chosen = choose_kernels(kernels)
+    choose_kernels(kernels)  # what cannot run here at all is refused before anything is read
     path = DEMO_DIRECTORY if model == "demo" else Path(model)
     checkpoint = read_checkpoint(path)
     family, layout = find_layout(checkpoint)
@@ -68,6 +68,7 @@ def load(
     )
     tokenizer = tokenizer or load_tokenizer(checkpoint.directory, checkpoint.config, layout.config.vocab_size)
     config = _with_state_dtype(family, layout.config, state_dtype)
+    chosen = choose_kernels(kernels, misfit=family.kernel_misfit(config))
     return Model(family, config, params, tokenizer, name=_name(model), kernels=chosen)
 
 

@@ -13,6 +13,7 @@ RWKV7 = Family(
     head=rwkv7.head,
     layout=rwkv7_checkpoint.layout,
     partition=rwkv7.partition,
+    kernel_misfit=rwkv7.kernel_misfit,
 )
 
 FAMILIES: tuple[Family, ...] = (RWKV7,)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.kernels.products import Product, padded_rows, products
-from wkvm_jax.kernels.rwkv7 import Projections, Variant, time_mix
+from wkvm_jax.kernels.rwkv7 import Projections, Variant, misfit, time_mix
 from wkvm_jax.kernels.token_shift import TokenShift
 from wkvm_jax.models.layers import layer_norm, product
 from wkvm_jax.state import (
@@ -303,6 +303,11 @@ def _projections(
 def _small(params: Mapping[str, Array]) -> dict[str, Array]:
     """The parameters that the time mixing takes beside its projections."""
     return {name: params[name] for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k") if name in params}
+
+
+def kernel_misfit(config: Config) -> str | None:
+    """Why this model cannot run on the Pallas kernels, if it cannot."""
+    return misfit(config.head_dim, config.value_head_dim)
 
 
 def init_params(config: Config, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Params:

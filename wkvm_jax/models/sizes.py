@@ -57,8 +57,8 @@ def random_model(
     """
     if size not in SIZES:
         raise ValueError(f"{size=} must be one of {', '.join(SIZES)}")
-    chosen = choose_kernels(kernels)
     config = dataclasses.replace(SIZES[size], state_dtype=state_dtype)
+    chosen = choose_kernels(kernels, misfit=rwkv7.kernel_misfit(config))
     leaves, tree = jax.tree.flatten(rwkv7.param_spec(config))
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     params = [_random(key, leaf.shape, jnp.dtype(dtype)) for key, leaf in zip(keys, leaves, strict=True)]
