@@ -76,6 +76,27 @@ def kernel(
     return made
 
 
+def one_by_one(run: Callable[..., list[Array]]) -> Callable[..., list[Array]]:
+    """A kernel that `jax.vmap` calls once for each element: kernels have no batch axis of their own."""
+    mapped: Callable[..., list[Array]] = jax.custom_batching.sequential_vmap(lambda *operands: run(*operands))
+    return mapped
+
+
+def in_place(run: Callable[..., list[Array]]) -> Callable[..., tuple[list[Array], Array]]:
+    """A kernel over an arena: `(arena, *operands) -> (results, arena)`.
+
+    The kernel gets the arena as its last operand, by reference, and writes it in place where XLA finds that
+    nobody needs the arena as it was. `jax.vmap` calls it once for each element.
+    """
+
+    def whole(arena: Array, *operands: object) -> tuple[list[Array], Array]:
+        memory = jax.new_ref(arena)
+        return run(*operands, memory), jax.freeze(memory)
+
+    mapped: Callable[..., tuple[list[Array], Array]] = jax.custom_batching.sequential_vmap(whole)
+    return mapped
+
+
 def load(ref: Ref, layout: plgpu.SomeLayout) -> Array:
     """What a reference holds, in registers, shared by the block's threads as the layout says."""
     loaded: Array = plgpu.load(ref, layout=layout, optimized=False)  # type: ignore[arg-type]

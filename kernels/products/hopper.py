@@ -19,7 +19,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from wkvm_jax.kernels.pallas import Ref, add_product, kernel, load, swizzled, write
+from wkvm_jax.kernels.pallas import Ref, add_product, kernel, load, one_by_one, swizzled, write
 from wkvm_jax.kernels.products import xla
 from wkvm_jax.kernels.products.operands import ACTIVATIONS, Activation, Product
 
@@ -123,7 +123,7 @@ def _products(
         interpreted=interpreted,
         scratch=[((TILE, rows), jnp.float32)],
     )
-    outs = run([job.x.reshape(rows, -1).astype(jnp.bfloat16) for job in jobs], weights)
+    outs = one_by_one(run)([job.x.reshape(rows, -1).astype(jnp.bfloat16) for job in jobs], weights)
     lead = jobs[0].x.shape[:2]
     shaped = [out.reshape(out.shape[0], *lead, out.shape[-1]) for out in outs]
     return shaped if in_parts else [out[0] for out in shaped]

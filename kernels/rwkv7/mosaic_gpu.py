@@ -22,7 +22,7 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from wkvm_jax.kernels.pallas import Ref, broadcast, kernel, load
+from wkvm_jax.kernels.pallas import Ref, broadcast, in_place, kernel, load
 from wkvm_jax.kernels.rwkv7 import xla
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
 from wkvm_jax.state import Batch
@@ -92,9 +92,8 @@ def _time_mix(
     by_head = {name: x.reshape(rows, num_heads, -1) for name, x in projections.present().items()}
     small = {name: param.reshape(num_heads, -1) for name, param in {**params, **ln_x}.items()}
     slots = (batch.read_slots, batch.write_slots, batch.lengths)
-    states = jax.new_ref(arena)
-    (out,) = run(slots, where, by_head, small, states)
-    return out.reshape(projections.v.shape), jax.freeze(states)
+    out, arena = in_place(run)(arena, slots, where, by_head, small)
+    return out[0].reshape(projections.v.shape), arena
 
 
 def _one_head(

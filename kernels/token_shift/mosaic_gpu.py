@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
-from wkvm_jax.kernels.pallas import Ref, broadcast, kernel, load
+from wkvm_jax.kernels.pallas import Ref, broadcast, in_place, kernel, load
 from wkvm_jax.kernels.token_shift import xla
 from wkvm_jax.state import Batch
 
@@ -82,9 +82,9 @@ def _mix(
     )
     added = None if parts is None else parts.reshape(-1, rows, width)
     slots = (batch.read_slots, batch.write_slots, batch.lengths)
-    previous = jax.new_ref(leaf)
-    x, *mixed = run(x.reshape(rows, width), added, slots, where, norm, mixes, previous)
-    return x[:, None], [one[:, None] for one in mixed], jax.freeze(previous)
+    operands = (x.reshape(rows, width), added, slots, where, norm, mixes)
+    (x, *mixed), leaf = in_place(run)(leaf, *operands)
+    return x[:, None], [one[:, None] for one in mixed], leaf
 
 
 def _one_share(

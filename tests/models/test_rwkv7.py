@@ -32,6 +32,11 @@ WIDTH = 20
 CLOSE = 5e-5
 """Two float32 forwards, where logits have a spread of about 1."""
 
+KERNEL_CONFIG = rwkv7.Config(
+    vocab_size=64, hidden_size=256, num_layers=2, head_dim=64, intermediate_size=512, value_dim=256,
+    decay_rank=64, iclr_rank=96, value_rank=32, gate_rank=128,
+)  # fmt: skip
+"""A model that the Pallas kernels take."""
 CONFIGS = {
     "small": small_config(),
     "one layer": small_config(num_layers=1),
@@ -124,12 +129,36 @@ def check(tensors: Tensors, model: Model, ids: Sequence[int], logits: np.ndarray
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_other_kernels_run_under_vmap_and_grad(dtype: jnp.dtype) -> None:
+    """Two states side by side, and a gradient for each: as on XLA."""
+    config = dataclasses.replace(KERNEL_CONFIG, num_layers=1)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), rwkv7_params(config, jax.random.key(2)))
+    tokens = jnp.asarray([[[3]], [[5]]], jnp.int32)
+
+    def losses(kernels: Kernels) -> tuple[Array, State]:
+        model = Model(RWKV7, config, params, kernels=kernels)
+        states = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), model.init_state(1))
+        states = states.replace(leaves=jax.tree.map(lambda leaf: leaf + 0.1, states.leaves))
+
+        def loss(leaves: dict[str, Array], num_tokens: Array, tokens: Array) -> Array:
+            logits, after = model.apply(params, tokens, State(leaves, {}, num_tokens))
+            return jnp.sum(jnp.sin(logits)) + jnp.sum(jnp.sin(after.leaves["wkv"]))
+
+        each = jax.jit(jax.vmap(jax.value_and_grad(loss)))
+        return each(states.leaves, states.num_tokens, tokens)
+
+    close = 0.1 if dtype == jnp.bfloat16 else 1e-3
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=close, atol=close),
+        losses("hopper_interpreted"),
+        losses("xla"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_other_kernels_make_the_same_model(dtype: jnp.dtype) -> None:
     """One token for each of three rows: one moves to another slot, one stays, one has no token to consume."""
-    config = rwkv7.Config(
-        vocab_size=64, hidden_size=256, num_layers=2, head_dim=64, intermediate_size=512, value_dim=256,
-        decay_rank=64, iclr_rank=96, value_rank=32, gate_rank=128,
-    )  # fmt: skip
+    config = KERNEL_CONFIG
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), rwkv7_params(config, jax.random.key(2)))
     state = rwkv7.state_spec(config).allocate(7)
     keys = jax.random.split(jax.random.key(3))
