@@ -24,8 +24,7 @@ from jaxtyping import Array
 from wkvm_jax.kernels.dispatch import Kernels, choose_kernels
 from wkvm_jax.kernels.products import Product, products
 from wkvm_jax.kernels.products import workloads as product_workloads
-from wkvm_jax.kernels.rwkv7 import Variant, time_mix
-from wkvm_jax.kernels.rwkv7 import workloads as decode_workloads
+from wkvm_jax.kernels.rwkv7 import Variant, time_mix, workloads
 from wkvm_jax.serving.bench import copy_bytes_per_s
 
 COPIES = 4
@@ -55,11 +54,11 @@ def seconds_a_call(run: Callable[[], object], num_calls: int, rounds: int) -> fl
     return statistics.median(taken)
 
 
-def decode_seconds(workload: decode_workloads.Decode, kernels: Kernels, rounds: int) -> float:
+def layer_seconds(workload: workloads.Decode | workloads.Prefill, kernels: Kernels, rounds: int) -> float:
     """One layer's time mixing, through all layers of an arena."""
-    operands = decode_workloads.make_operands(workload)
+    operands = workloads.make_operands(workload)
 
-    def through_all_layers(arena: Array, operands: decode_workloads.Operands) -> tuple[Array, Array]:
+    def through_all_layers(arena: Array, operands: workloads.Operands) -> tuple[Array, Array]:
         out = operands.projections.v
         for layer in range(workload.layers):
             projections = operands.projections.replace(v=out)
@@ -69,9 +68,9 @@ def decode_seconds(workload: decode_workloads.Decode, kernels: Kernels, rounds: 
             )  # fmt: skip
         return out, arena
 
-    jax.tree_util.register_dataclass(decode_workloads.Operands)
+    jax.tree_util.register_dataclass(workloads.Operands)
     step = jax.jit(through_all_layers, donate_argnums=0)
-    state = {"arena": decode_workloads.make_arena(workload)}
+    state = {"arena": workloads.make_arena(workload)}
 
     def run() -> Array:
         out, state["arena"] = step(state["arena"], operands)
@@ -101,10 +100,15 @@ def product_seconds(group: product_workloads.Group, kernels: Kernels, rounds: in
 def figures(arguments: argparse.Namespace, kernels: Kernels, bytes_per_s: float) -> Iterator[Figure]:
     """Everything that was asked for, as it is measured."""
     shapes = "TINY" if arguments.tiny else "PUBLISHED"
-    for workload in getattr(decode_workloads, shapes):
+    for workload in getattr(workloads, shapes):
         if not arguments.rows or workload.rows in arguments.rows:
-            seconds = decode_seconds(workload, kernels, arguments.rounds)
+            seconds = layer_seconds(workload, kernels, arguments.rounds)
             yield _figure("rwkv7 time mix", workload.rows, seconds, workload.state_bytes, bytes_per_s)
+    for workload in getattr(workloads, f"{shapes}_PREFILL"):
+        if not arguments.rows or workload.rows in arguments.rows:
+            seconds = layer_seconds(workload, kernels, arguments.rounds)
+            name = f"rwkv7 time mix, {workload.tokens} tokens"
+            yield _figure(name, workload.rows, seconds, workload.moved_bytes, bytes_per_s)
     for group in getattr(product_workloads, shapes):
         if not arguments.rows or group.rows in arguments.rows:
             seconds = product_seconds(group, kernels, arguments.rounds)

@@ -7,12 +7,13 @@ is in this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
@@ -48,13 +49,27 @@ class Ref(Protocol):
     def __setitem__(self, index: object, value: Array) -> None: ...
 
 
+Scratch = object
+"""Shared memory that a block asks for: `tile(...)` or `arrivals(...)`."""
+
+
+def tile(height: int, width: int) -> Scratch:
+    """A bfloat16 matrix as tensor cores want it."""
+    return plgpu.SMEM((height, width), jnp.bfloat16, transforms=swizzled(min(width, 64)))
+
+
+def arrivals(num_copies: int) -> Scratch:
+    """A barrier that so many copies to shared memory pass."""
+    return plgpu.Barrier(num_arrivals=num_copies)
+
+
 def kernel(
     body: Callable[..., None],
     out_types: Sequence[jax.ShapeDtypeStruct],
     grid: dict[str, int],
     *,
     interpreted: bool,
-    scratch: Sequence[tuple[tuple[int, ...], DTypeLike]] = (),
+    scratch: Sequence[Scratch] = (),
 ) -> Callable[..., list[Array]]:
     """A kernel of one block of four warps a grid point.
 
@@ -63,12 +78,12 @@ def kernel(
         out_types: of the results.
         grid: the size of each of the grid's axes, by name.
         interpreted: run it in Python on a CPU.
-        scratch: shapes and dtypes of shared memory that each block gets.
+        scratch: what each block gets of shared memory.
     """
     made: Callable[..., list[Array]] = plgpu.kernel(
         body,
         out_type=list(out_types),
-        scratch_types=[plgpu.SMEM(shape, dtype) for shape, dtype in scratch],
+        scratch_types=list(scratch),  # type: ignore[arg-type]
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         interpret=plgpu.InterpretGPUParams() if interpreted else None,
@@ -108,16 +123,82 @@ def broadcast(x: Array, shape: tuple[int, ...], axes: tuple[int, ...] = ()) -> A
     return jax.lax.broadcast_in_dim(x, shape, axes)
 
 
-def write(staged: Ref, target: Ref) -> None:
-    """Moves shared memory, once all threads have filled it, to device memory."""
+def fetch(source: Ref, target: Ref, arrived: Ref) -> None:
+    """Begins to copy device memory to shared memory; `wait_for_fetched(arrived)` waits for it."""
+    plgpu.copy_gmem_to_smem(source, target, arrived)  # type: ignore[arg-type]
+
+
+def wait_for_fetched(arrived: Ref) -> None:
+    """Waits for all copies that count towards a barrier."""
+    plgpu.barrier_wait(arrived)  # type: ignore[arg-type]
+
+
+def send(staged: Ref, target: Ref) -> None:
+    """Begins to copy shared memory, once all threads have filled it, to device memory."""
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(staged, target)  # type: ignore[arg-type]
+
+
+def wait_for_sent() -> None:
+    """Waits until all that was sent has left shared memory."""
     plgpu.wait_smem_to_gmem(0)
+
+
+def write(staged: Ref, target: Ref) -> None:
+    """Moves shared memory, once all threads have filled it, to device memory."""
+    send(staged, target)
+    wait_for_sent()
+
+
+def indices(shape: tuple[int, int], layout: plgpu.SomeLayout) -> tuple[Array, Array]:
+    """Row and column of each element of a matrix in registers."""
+    row, column = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+    return row, column
 
 
 def add_product(sums: Ref, left: Ref, right: Ref) -> None:
     """`sums += left @ right`, begun on the tensor cores; it is done after `plgpu.wgmma_wait(0)`."""
     plgpu.wgmma(sums, left, right)  # type: ignore[arg-type]
+
+
+class Products:
+    """Sums of products of bfloat16 matrices of one shape, by the tensor cores.
+
+    The left of each pair lies in shared memory or in registers, the right in shared memory.
+
+    Args:
+        shape: of results.
+        interpreted: of the kernel. JAX's interpreter knows no left matrices in registers: there they are put
+            in shared memory first.
+    """
+
+    def __init__(self, shape: tuple[int, int], *, interpreted: bool) -> None:
+        self._shape, self._interpreted = shape, interpreted
+
+    def __call__(self, *pairs: tuple[Array | Ref, Ref]) -> Array:
+        """The float32 sum of the pairs' products, in registers."""
+
+        def run(sums: Ref) -> Array:
+            for left, right in pairs:
+                if self._interpreted and isinstance(left, jax.Array):
+                    pl.run_scoped(partial(self._staged, sums, left, right), tile(*left.shape))
+                else:
+                    plgpu.wgmma(sums, left, right)  # type: ignore[arg-type]
+            return sums[...]
+
+        result: Array = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(self._shape, jnp.float32))
+        return result
+
+    def _staged(self, sums: Ref, left: Array, right: Ref, staged: Ref) -> None:
+        staged[...] = left
+        plgpu.commit_smem()
+        plgpu.wgmma(sums, staged, right)  # type: ignore[arg-type]
+
+
+def in_two(x: Array) -> tuple[Array, Array]:
+    """A float32 matrix as two bfloat16 ones whose sum is exact to 16 bits."""
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def swizzled(width: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:

@@ -8,6 +8,8 @@ drawn with `fold_in(key, p)`, so a resumed conversation continues its stream and
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,8 @@ PADDING_LANE = 0
 NUM_RESERVED_LANES = 1
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIAS = 300
+RANK_BITS = 2
+"""Bits of a rank that one pass over the vocabulary finds."""
 MAX_TOP_LOGPROBS = 20
 
 IN_PROMPT = np.uint32(1 << 31)
@@ -139,6 +143,10 @@ def seed_key(seed: UInt32[Array, "n 2"], choice: Int32[Array, " n"]) -> UInt32[A
     return jax.vmap(one)(seed, choice)
 
 
+_Chosen = tuple[Array, Array, Array, Array]
+"""Each row's token, its log-probability, and the likeliest tokens with theirs."""
+
+
 def sample(
     logits: Float32[Array, "b vocab"],
     lanes: Lanes,
@@ -156,14 +164,26 @@ def sample(
     params = jax.tree.map(lambda leaf: leaf[lane_ids], lanes.params)
     live = ~lanes.done[lane_ids]
     invalid = live & ~jnp.all(jnp.isfinite(logits), axis=-1)
-    adjusted = _adjusted(logits, params, lanes.history, lane_ids)
-    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     random = params.temperature > 0
-    drawn = jax.lax.cond(jnp.any(random & live), lambda: _draw(adjusted, params, positions), lambda: greedy)
-    token = jnp.where(random, drawn, greedy)
+    shaped = _adjusted(params) | (random & _filtered(params))
+
+    def drawn(with_shape: bool, with_logprobs: bool) -> _Chosen:
+        adjusted = _adjust(logits, params, lanes.history, lane_ids) if with_shape else logits
+        token = jnp.where(random, _draw(adjusted, params, positions, with_shape), _likeliest(adjusted))
+        return (token, *(top_log_probs(logits, token) if with_logprobs else _no_log_probs(logits)))
+
+    # One choice for the whole step, and nothing in it that has a GPU's host wait: the step stays one graph.
+    branches: list[Callable[[], _Chosen]] = [
+        lambda: (_likeliest(logits), *_no_log_probs(logits)),
+        lambda: drawn(with_shape=False, with_logprobs=False),
+        lambda: drawn(with_shape=True, with_logprobs=False),
+        lambda: drawn(with_shape=True, with_logprobs=True),
+    ]
+    needs = jnp.stack([random, shaped, params.wants_logprobs])
+    branch = jnp.max(jnp.where(live & needs, jnp.arange(1, 4)[:, None], 0))
+    token, logprob, top_ids, top_logprobs = jax.lax.switch(branch, branches)
     stopped = live & jnp.any(token[:, None] == params.stop_ids, axis=-1) & (params.min_remaining <= 0)
     exhausted = live & (params.remaining <= 1)
-    logprob, top_ids, top_logprobs = _log_probs(logits, token, jnp.any(params.wants_logprobs & live))
     sampled = Sampled(token, live, stopped, exhausted, invalid, logprob, top_ids, top_logprobs)
     return sampled, _advanced(lanes, lane_ids, sampled)
 
@@ -185,87 +205,108 @@ def _advanced(lanes: Lanes, lane_ids: Array, sampled: Sampled) -> Lanes:
     )
 
 
-def _adjusted(logits: Array, params: LaneParams, history: Array, lane_ids: Array) -> Array:
+def _likeliest(logits: Float32[Array, "b vocab"]) -> Int32[Array, " b"]:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _penalised(params: LaneParams) -> Bool[Array, " b"]:
+    return (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+
+
+def _adjusted(params: LaneParams) -> Bool[Array, " b"]:
+    """Whose logits `_adjust` changes."""
+    biased = jnp.any(params.bias_ids >= 0, axis=-1)
+    return _penalised(params) | biased | (params.min_remaining > 0)
+
+
+def _filtered(params: LaneParams) -> Bool[Array, " b"]:
+    return (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
+
+
+def _adjust(logits: Array, params: LaneParams, history: Array, lane_ids: Array) -> Array:
     """Logits after penalties, bias, and the ban of stop ids that `min_tokens` asks for.
 
-    Each part runs only when a row of the step needs it, and leaves the bits of the other rows alone.
+    Rows that asked for none of a part keep their bits.
     """
-    penalised = (params.repetition != 1) | (params.presence != 0) | (params.frequency != 0)
+    rows, vocab = jnp.arange(logits.shape[0])[:, None], logits.shape[1]
+    words = history[lane_ids]
+    count = (words & ~IN_PROMPT).astype(jnp.float32)
+    repetition = params.repetition[:, None]
+    seen = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    result = jnp.where(words > 0, seen, logits)
+    result = result - params.frequency[:, None] * count - params.presence[:, None] * (count > 0)
+    logits = jnp.where(_penalised(params)[:, None], result, logits)
 
-    def with_penalties(logits: Array) -> Array:
-        words = history[lane_ids]
-        count = (words & ~IN_PROMPT).astype(jnp.float32)
-        repetition = params.repetition[:, None]
-        seen = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        result = jnp.where(words > 0, seen, logits)
-        result = result - params.frequency[:, None] * count - params.presence[:, None] * (count > 0)
-        return jnp.where(penalised[:, None], result, logits)
-
-    def with_bias(logits: Array) -> Array:
-        rows = jnp.arange(logits.shape[0])[:, None]
-        ids = jnp.where(params.bias_ids < 0, logits.shape[1], params.bias_ids)
-        return logits.at[rows, ids].add(params.bias_values, mode="drop")
-
-    def without_stop_ids(logits: Array) -> Array:
-        rows = jnp.arange(logits.shape[0])[:, None]
-        banned = (params.stop_ids >= 0) & (params.min_remaining > 0)[:, None]
-        ids = jnp.where(banned, params.stop_ids, logits.shape[1])
-        return logits.at[rows, ids].set(-jnp.inf, mode="drop")
-
-    logits = jax.lax.cond(jnp.any(penalised), with_penalties, lambda x: x, logits)
-    logits = jax.lax.cond(jnp.any(params.bias_ids >= 0), with_bias, lambda x: x, logits)
-    return jax.lax.cond(jnp.any(params.min_remaining > 0), without_stop_ids, lambda x: x, logits)
+    biased = jnp.where(params.bias_ids < 0, vocab, params.bias_ids)
+    logits = logits.at[rows, biased].add(params.bias_values, mode="drop")
+    banned = (params.stop_ids >= 0) & (params.min_remaining > 0)[:, None]
+    banned_ids = jnp.where(banned, params.stop_ids, vocab)
+    return logits.at[rows, banned_ids].set(-jnp.inf, mode="drop")
 
 
-def _draw(logits: Array, params: LaneParams, positions: Array) -> Int32[Array, " b"]:
-    """Gumbel-max draws from the filtered distribution at each row's temperature."""
+def _draw(
+    logits: Float32[Array, "b vocab"], params: LaneParams, positions: Array, with_filters: bool
+) -> Int32[Array, " b"]:
+    """Gumbel-max draws at each row's temperature, from what passes its filters."""
     scaled = logits / jnp.maximum(params.temperature, 1e-6)[:, None]
-    filtered = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
-    kept = jax.lax.cond(
-        jnp.any(filtered), lambda: _kept(scaled, params), lambda: jnp.ones(scaled.shape, bool)
-    )
 
     def noise(words: Array, position: Array) -> Array:
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, position), (logits.shape[1],), jnp.float32)
+        return jax.random.gumbel(jax.random.fold_in(key, position), (scaled.shape[1],), jnp.float32)
 
     noisy = scaled + jax.vmap(noise)(params.key, positions)
-    return jnp.argmax(jnp.where(kept, noisy, -jnp.inf), axis=-1).astype(jnp.int32)
+    if with_filters:
+        lowest = jnp.where(_filtered(params), _lowest_kept(scaled, params), 0)
+        kept = (_ranks(scaled) >= lowest[:, None]) | (scaled >= jnp.max(scaled, axis=-1, keepdims=True))
+        noisy = jnp.where(kept, noisy, -jnp.inf)
+    return _likeliest(noisy)
 
 
-def _kept(scaled: Array, params: LaneParams) -> Bool[Array, "b vocab"]:
-    """Which tokens pass top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082); ties share a fate.
+def _lowest_kept(scaled: Float32[Array, "b vocab"], params: LaneParams) -> UInt32[Array, " b"]:
+    """The rank from which tokens pass top-k, top-p (arXiv 1904.09751) and min-p (arXiv 2407.01082).
 
-    The most likely token always passes, so `top_p=0` is greedy.
+    Ties share a fate. The most likely token may be below it, and passes all the same: `top_p=0` is greedy.
     """
     vocab = scaled.shape[1]
-    descending = -jnp.sort(-scaled, axis=-1)
-    probs = jax.nn.softmax(descending, axis=-1)
-    before = jnp.cumsum(probs, axis=-1) - probs
-    last = jnp.sum(before < params.top_p[:, None], axis=-1) - 1
-    limit = jnp.where(params.top_k > 0, jnp.minimum(params.top_k, vocab), vocab) - 1
-    last = jnp.where(params.top_p < 1, jnp.maximum(last, 0), vocab - 1)
-    threshold = jnp.take_along_axis(descending, jnp.minimum(last, limit)[:, None], axis=-1)
-    relative = descending[:, :1] + jnp.log(params.min_p)[:, None]
-    kept = (scaled >= threshold) & (scaled >= relative)
-    return kept | (scaled >= descending[:, :1])
+    ranks, probs = _ranks(scaled), jax.nn.softmax(scaled, axis=-1)
+    best = jnp.max(scaled, axis=-1, keepdims=True)
+    relative = best + jnp.log(params.min_p)[:, None]
+    by_count = _highest_with(ranks, jnp.ones_like(scaled), jnp.minimum(params.top_k, vocab))
+    by_mass = _highest_with(ranks, probs, params.top_p)
+    lowest = _ranks(relative)[:, 0]
+    lowest = jnp.where(params.top_k > 0, jnp.maximum(lowest, by_count), lowest)
+    return jnp.where(params.top_p < 1, jnp.maximum(lowest, by_mass), lowest)
 
 
-def _log_probs(logits: Array, token: Array, wanted: Array) -> tuple[Array, Array, Array]:
+def _ranks(x: Float32[Array, ...]) -> UInt32[Array, ...]:
+    """Integers in the order of the numbers; both zeros have one rank."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _highest_with(
+    ranks: UInt32[Array, "b vocab"], weights: Float32[Array, "b vocab"], wanted: Array
+) -> UInt32[Array, " b"]:
+    """Each row's highest rank such that the tokens from there on weigh as much as wanted.
+
+    Found digit by digit from the top: a sort of the vocabulary takes a GPU longer, and its host has to wait.
+    """
+    found = jnp.zeros(ranks.shape[:1], jnp.uint32)
+    for shift in range(32 - RANK_BITS, -1, -RANK_BITS):
+        digits = jnp.arange(1, 1 << RANK_BITS, dtype=jnp.uint32) << shift
+        tried = found[:, None] | digits
+        above = ranks[:, None, :] >= tried[:, :, None]
+        weight = jnp.sum(jnp.where(above, weights[:, None, :], 0.0), axis=-1)
+        enough = jnp.sum(weight >= wanted[:, None], axis=-1).astype(jnp.uint32)
+        found = found | (enough << shift)
+    return found
+
+
+def _no_log_probs(logits: Array) -> tuple[Array, Array, Array]:
     rows, vocab = logits.shape
-    top = min(MAX_TOP_LOGPROBS, vocab)
-
-    def computed() -> tuple[Array, Array, Array]:
-        return top_log_probs(logits, token)
-
-    def absent() -> tuple[Array, Array, Array]:
-        return (
-            jnp.zeros((rows,), jnp.float32),
-            jnp.zeros((rows, top), jnp.int32),
-            jnp.zeros((rows, top), jnp.float32),
-        )
-
-    return jax.lax.cond(wanted, computed, absent)
+    shape = (rows, min(MAX_TOP_LOGPROBS, vocab))
+    return jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def top_log_probs(
@@ -273,6 +314,26 @@ def top_log_probs(
 ) -> tuple[Float32[Array, " b"], Int32[Array, "b top"], Float32[Array, "b top"]]:
     """Log-probability of each row's token, and the row's most likely tokens with theirs."""
     log_probs = jax.nn.log_softmax(logits, axis=-1)
-    values, ids = jax.lax.top_k(log_probs, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    ids = _top_ids(log_probs, min(MAX_TOP_LOGPROBS, logits.shape[1]))
+    values = jnp.take_along_axis(log_probs, ids, axis=-1)
     chosen = jnp.take_along_axis(log_probs, token[:, None], axis=-1)[:, 0]
-    return chosen, ids.astype(jnp.int32), values
+    return chosen, ids, values
+
+
+def _top_ids(x: Float32[Array, "b vocab"], count: int) -> Int32[Array, "b top"]:
+    """Where the largest numbers of each row are, the first of equals first."""
+
+    def at_once(x: Array) -> Array:
+        return jax.lax.top_k(x, count)[1].astype(jnp.int32)
+
+    def one_by_one(x: Array) -> Array:
+        ranks, ids = _ranks(x), []
+        rows = jnp.arange(x.shape[0])
+        for _ in range(count):
+            ids.append(jnp.argmax(ranks, axis=-1).astype(jnp.int32))
+            ranks = ranks.at[rows, ids[-1]].set(0)
+        return jnp.stack(ids, axis=-1)
+
+    # A GPU sorts for top_k, and has its host wait for that.
+    result: Array = jax.lax.platform_dependent(x, cpu=at_once, default=one_by_one)
+    return result

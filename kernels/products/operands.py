@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from wkvm_jax.kernels.stacked import Weight
+
 Activation = Literal["none", "tanh", "sigmoid", "square_relu"]
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -29,13 +31,13 @@ class Product:
     Attributes:
         x: rows; taken in the weight's dtype. It may be wider than `weight` is high: what is over meets no
             weight.
-        weight: `[in, out]`.
+        weight: `[in, out]`, by itself or in a stack.
         activation: applied to the float32 sums.
         dtype: of the result; None is the weight's.
     """
 
     x: Float[Array, "b t i"]
-    weight: Float[Array, "j o"]
+    weight: Weight
     activation: Activation = "none"
     dtype: DTypeLike | None = None
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.dispatch import Kernels
-from wkvm_jax.kernels.rwkv7 import mosaic_gpu, xla
+from wkvm_jax.kernels.rwkv7 import mosaic_gpu, prefill, xla
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
+from wkvm_jax.kernels.stacked import Weights, all_by_themselves
 from wkvm_jax.state import Batch
 
 
@@ -17,8 +16,8 @@ def time_mix(
     layer: int,
     batch: Batch,
     projections: Projections,
-    params: Mapping[str, Array],
-    ln_x: Mapping[str, Array],
+    params: Weights,
+    ln_x: Weights,
     *,
     variant: Variant,
     kernels: Kernels,
@@ -38,7 +37,8 @@ def time_mix(
         params: `w0 a0 k_k k_a r_k` and, beyond the first layer, `v0`.
         ln_x: the group norm's "scale" and "bias".
         variant: see `Variant`.
-        kernels: what computes it. On a GPU, one token a row is one kernel; several take the XLA path.
+        kernels: what computes it. On a GPU, one token a row is one kernel; on Hopper, `prefill.LEAST_TOKENS`
+            or more in bfloat16 are two, whose accuracy is that of bfloat16. All else takes the XLA path.
 
     Returns:
         The gated output, in the projections' dtype and of no meaning past a row's length, and the arena
@@ -46,7 +46,11 @@ def time_mix(
 
     Gradients flow through every floating argument, on every platform as those of the XLA path.
     """
-    if kernels == "xla" or projections.r.shape[1] > 1:
-        return xla.time_mix(arena, layer, batch, projections, params, ln_x, variant)
     interpreted = kernels == "hopper_interpreted"
-    return mosaic_gpu.time_mix(arena, batch, projections, params, ln_x, layer, variant, interpreted)
+    operands = (arena, batch, projections, params, ln_x, layer, variant, interpreted)
+    if kernels != "xla" and projections.r.shape[1] == 1:
+        return mosaic_gpu.time_mix(*operands)
+    if kernels in ("hopper", "hopper_interpreted") and prefill.serves(arena, projections):
+        return prefill.time_mix(*operands)
+    params, ln_x = all_by_themselves(params), all_by_themselves(ln_x)
+    return xla.time_mix(arena, layer, batch, projections, params, ln_x, variant)

@@ -25,6 +25,7 @@ from jaxtyping import Array, Float
 from wkvm_jax.kernels.pallas import Ref, broadcast, in_place, kernel, load
 from wkvm_jax.kernels.rwkv7 import xla
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
+from wkvm_jax.kernels.stacked import Weights, in_stack, places
 from wkvm_jax.state import Batch
 
 KEY_LANES, VALUES_A_WARP, VECTOR, WARPS = 8, 16, 4, 4
@@ -39,7 +40,7 @@ MATRIX = plgpu.Layout.TILED(
 )
 KEYS, VALUES = MATRIX.reduce(1), MATRIX.reduce(0)
 
-_Operands = tuple[Array, Batch, Array, Projections, Mapping[str, Array], Mapping[str, Array]]
+_Operands = tuple[Array, Batch, Array, Projections, dict[str, Array]]
 
 
 def misfit(num_keys: int, num_values: int) -> str | None:
@@ -56,8 +57,8 @@ def time_mix(
     arena: Float[Array, "s l h k v"],
     batch: Batch,
     projections: Projections,
-    params: Mapping[str, Array],
-    ln_x: Mapping[str, Array],
+    params: Weights,
+    ln_x: Weights,
     layer: int,
     variant: Variant,
     interpreted: bool,
@@ -70,16 +71,17 @@ def time_mix(
     fault = misfit(*arena.shape[3:])
     if fault is not None:
         raise ValueError(fault)
-    where = jnp.asarray(np.array([layer], np.int32))  # no constant of the kernel: one serves all layers
-    operands = (arena, batch, where, projections, params, ln_x)
-    result: tuple[Array, Array] = _jitted(*operands, variant, interpreted)
+    small = {name: in_stack(weight) for name, weight in sorted({**params, **ln_x}.items())}
+    where = places(list(small.values()), layer)
+    stacks = {name: weight.stack for name, weight in small.items()}
+    result: tuple[Array, Array] = _jitted(arena, batch, where, projections, stacks, variant, interpreted)
     return result
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _time_mix(
-    arena: Array, batch: Batch, where: Array, projections: Projections, params: Mapping[str, Array],
-    ln_x: Mapping[str, Array], variant: Variant, interpreted: bool,
+    arena: Array, batch: Batch, where: Array, projections: Projections, stacks: dict[str, Array],
+    variant: Variant, interpreted: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     rows, num_rows = projections.r.shape[0], batch.read_slots.shape[0]
     _, _, num_heads, num_keys, num_values = arena.shape
@@ -90,7 +92,7 @@ def _time_mix(
         interpreted=interpreted,
     )
     by_head = {name: x.reshape(rows, num_heads, -1) for name, x in projections.present().items()}
-    small = {name: param.reshape(num_heads, -1) for name, param in {**params, **ln_x}.items()}
+    small = {name: stack.reshape(stack.shape[0], num_heads, -1) for name, stack in stacks.items()}
     slots = (batch.read_slots, batch.write_slots, batch.lengths)
     out, arena = in_place(run)(arena, slots, where, by_head, small)
     return out[0].reshape(projections.v.shape), arena
@@ -110,11 +112,14 @@ def _one_head(
     """The kernel, on operands with the heads as an axis of their own."""
     row, head = jax.lax.axis_index("row"), jax.lax.axis_index("head")
     read_slots, write_slots, lengths = slots
-    layer, (num_keys, num_values) = where[0], size
+    layer, (num_keys, num_values) = where[len(small)], size
+    lies_at = {name: where[number] for number, name in enumerate(sorted(small))}
     along_keys, along_values = (partial(broadcast, shape=size, axes=(axis,)) for axis in (0, 1))
 
     def vector(name: str, layout: plgpu.SomeLayout) -> Array:
-        ref = projected[name].at[row, head] if name in projected else small[name].at[head]
+        if name in projected:
+            return load(projected[name].at[row, head], layout).astype(jnp.float32)
+        ref = small[name].at[lies_at[name], head]
         return load(ref, layout).astype(jnp.float32)
 
     of_keys, of_values = partial(vector, layout=KEYS), partial(vector, layout=VALUES)
@@ -154,30 +159,30 @@ def _one_head(
 
 
 def _forward(
-    arena: Array, batch: Batch, where: Array, projections: Projections, params: Mapping[str, Array],
-    ln_x: Mapping[str, Array], variant: Variant, interpreted: bool,
+    arena: Array, batch: Batch, where: Array, projections: Projections, stacks: dict[str, Array],
+    variant: Variant, interpreted: bool,
 ) -> tuple[tuple[Array, Array], _Operands]:  # fmt: skip
-    operands = (arena, batch, where, projections, params, ln_x)
+    operands = (arena, batch, where, projections, stacks)
     return _time_mix(*operands, variant, interpreted), operands
 
 
 def _backward(
     variant: Variant, interpreted: bool, operands: _Operands, cotangents: tuple[Array, Array]
 ) -> tuple[object, ...]:
-    arena, batch, where, projections, params, ln_x = operands
+    arena, batch, where, projections, stacks = operands
     own = slice(batch.read_slots.shape[0])  # rows beyond the batch's have no meaning and no gradient
 
-    def by_xla(
-        arena: Array, projections: Projections, params: Mapping[str, Array], ln_x: Mapping[str, Array]
-    ) -> tuple[Array, Array]:
+    def by_xla(arena: Array, projections: Projections, stacks: dict[str, Array]) -> tuple[Array, Array]:
         projections = jax.tree.map(lambda x: x[own], projections)
-        return xla.time_mix(arena, where[0], batch, projections, params, ln_x, variant)
+        small = {name: stacks[name][place] for name, place in zip(sorted(stacks), where, strict=False)}
+        ln_x = {name: small.pop(name) for name in ("scale", "bias")}
+        return xla.time_mix(arena, where[-1], batch, projections, small, ln_x, variant)
 
-    _, pull_back = jax.vjp(by_xla, arena, projections, params, ln_x)
+    _, pull_back = jax.vjp(by_xla, arena, projections, stacks)
     of_arena, *of_others = pull_back((cotangents[0][own], cotangents[1]))
     no_batch, nowhere = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (batch, where))
     return of_arena, no_batch, nowhere, *of_others
 
 
 _time_mix.defvjp(_forward, _backward)
-_jitted = jax.jit(_time_mix, static_argnums=(6, 7))  # so that a model's equal layers are lowered once
+_jitted = jax.jit(_time_mix, static_argnums=(5, 6))  # so that a model's equal layers are lowered once

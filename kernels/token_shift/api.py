@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.stacked import Weight, Weights, all_by_themselves, by_itself
 from wkvm_jax.kernels.token_shift import mosaic_gpu, xla
 from wkvm_jax.state import Batch, read_rows, write_rows
 
@@ -39,8 +38,8 @@ class TokenShift:
         parts: Float32[Array, "part b t d"] | None,
         layer: int,
         place: int,
-        norm: Mapping[str, Array],
-        mixes: Float[Array, "mix d"],
+        norm: Weights,
+        mixes: Weight,
         *,
         eps: float,
         dtype: DTypeLike,
@@ -52,7 +51,8 @@ class TokenShift:
             parts: what to add to it first.
             layer, place: where in the leaf the predecessor of a row's first token lies.
             norm: LayerNorm's "scale" and, for norms that have one, "bias".
-            mixes: how much of the predecessor each result takes: `y + (previous - y) * mix`.
+            mixes: `[mix, d]` or, for one, `[d]`: how much of the predecessor each result takes, which is
+                `y + (previous - y) * mix`.
             eps: of the norm.
             dtype: of the mixed results.
 
@@ -67,7 +67,8 @@ class TokenShift:
             return x, mixed
         assert self._rows is not None
         before = self._rows[:, layer, place]
-        x, mixed, last = xla.mix(x, parts, before, self._batch.lengths, norm, mixes, eps)
+        norm, taken = all_by_themselves(norm), jnp.atleast_2d(by_itself(mixes))
+        x, mixed, last = xla.mix(x, parts, before, self._batch.lengths, norm, taken, eps)
         self._new_rows.append(last)
         return x, [one.astype(dtype) for one in mixed]
 

@@ -6,7 +6,6 @@ its own share of the width. The row's predecessor is read from the arena and rep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import jax
@@ -17,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
 from wkvm_jax.kernels.pallas import Ref, broadcast, in_place, kernel, load
+from wkvm_jax.kernels.stacked import Weight, Weights, in_stack, places
 from wkvm_jax.kernels.token_shift import xla
 from wkvm_jax.state import Batch
 
@@ -46,8 +46,8 @@ def mix(
     parts: Float32[Array, "part rows 1 d"] | None,
     leaf: Float32[Array, "s l place d"],
     batch: Batch,
-    norm: Mapping[str, Array],
-    mixes: Float[Array, "mix d"],
+    norm: Weights,
+    mixes: Weight,
     layer: int,
     place: int,
     eps: float,
@@ -55,25 +55,26 @@ def mix(
     interpreted: bool,
 ) -> tuple[Float32[Array, "rows 1 d"], list[Float[Array, "rows 1 d"]], Float32[Array, "s l place d"]]:
     """As `TokenShift.mix` says, with the leaf given and returned."""
-    where = jnp.asarray(
-        np.array([layer, place], np.int32)
-    )  # no constant of the kernel: one serves all layers
+    weights = [in_stack(weight) for weight in (mixes, norm["scale"], norm.get("bias")) if weight is not None]
+    where = places(weights, layer, place)
+    taken, *of_norm = (weight.stack for weight in weights)
+    taken = taken.reshape(taken.shape[0], -1, taken.shape[-1])
     result: tuple[Array, list[Array], Array] = _jitted(
-        x, parts, leaf, batch, where, norm, mixes, eps, dtype, interpreted
+        x, parts, leaf, batch, where, of_norm, taken, eps, dtype, interpreted
     )
     return result
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
 def _mix(
-    x: Array, parts: Array | None, leaf: Array, batch: Batch, where: Array, norm: Mapping[str, Array],
+    x: Array, parts: Array | None, leaf: Array, batch: Batch, where: Array, norm: list[Array],
     mixes: Array, eps: float, dtype: jnp.dtype, interpreted: bool,
 ) -> tuple[Array, list[Array], Array]:  # fmt: skip
     rows, _, width = x.shape
     num_rows = batch.read_slots.shape[0]
     share = _share(num_rows, width)
     out_types = [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
-    out_types += [jax.ShapeDtypeStruct((rows, width), dtype)] * mixes.shape[0]
+    out_types += [jax.ShapeDtypeStruct((rows, width), dtype)] * mixes.shape[1]
     run = kernel(
         partial(_one_share, share=share, eps=eps),
         out_types,
@@ -92,7 +93,7 @@ def _one_share(
     parts: Ref | None,
     slots: tuple[Ref, Ref, Ref],
     where: Ref,
-    norm: Mapping[str, Ref],
+    norm: list[Ref],
     mixes: Ref,
     previous: Ref,
     x_out: Ref,
@@ -103,7 +104,8 @@ def _one_share(
     """The kernel, on operands without the axis of one token."""
     row = jax.lax.axis_index("row")
     read_slots, write_slots, lengths = slots
-    layer, place, width = where[0], where[1], x.shape[-1]
+    num_weights, width = 1 + len(norm), x.shape[-1]
+    layer, place = where[num_weights], where[num_weights + 1]
 
     def summed(columns: pl.Slice | slice, layout: plgpu.SomeLayout) -> Array:
         total = load(x.at[row, columns], layout)
@@ -120,23 +122,27 @@ def _one_share(
     columns, layout = pl.ds(jax.lax.axis_index("share") * share, share), _layout(share)
     own = summed(columns, layout)
     x_out[row, columns] = own
-    y = (own - mean) * scale * load(norm["scale"].at[columns], layout).astype(jnp.float32)
-    if "bias" in norm:
-        y = y + load(norm["bias"].at[columns], layout).astype(jnp.float32)
+    of_norm = [
+        load(weight.at[where[1 + number], columns], layout).astype(jnp.float32)
+        for number, weight in enumerate(norm)
+    ]
+    y = (own - mean) * scale * of_norm[0]
+    if len(of_norm) > 1:
+        y = y + of_norm[1]
     before = load(previous.at[read_slots[row], layer, place, columns], layout)
     change = before - y
     for index, out in enumerate(mixed):
-        taken = load(mixes.at[index, columns], layout).astype(jnp.float32)
+        taken = load(mixes.at[where[0], index, columns], layout).astype(jnp.float32)
         out[row, columns] = (y + change * taken).astype(out.dtype)
     last = jnp.where(broadcast(lengths[row] > 0, (share,)), y, before)
     previous[write_slots[row], layer, place, columns] = last
 
 
-_Operands = tuple[Array, Array | None, Array, Batch, Array, Mapping[str, Array], Array]
+_Operands = tuple[Array, Array | None, Array, Batch, Array, list[Array], Array]
 
 
 def _forward(
-    x: Array, parts: Array | None, leaf: Array, batch: Batch, where: Array, norm: Mapping[str, Array],
+    x: Array, parts: Array | None, leaf: Array, batch: Batch, where: Array, norm: list[Array],
     mixes: Array, eps: float, dtype: jnp.dtype, interpreted: bool,
 ) -> tuple[tuple[Array, list[Array], Array], _Operands]:  # fmt: skip
     operands = (x, parts, leaf, batch, where, norm, mixes)
@@ -149,18 +155,18 @@ def _backward(
 ) -> tuple[object, ...]:  # fmt: skip
     x, parts, leaf, batch, where, norm, mixes = operands
     own = slice(batch.read_slots.shape[0])  # rows beyond the batch's have no meaning and no gradient
+    layer, place = where[-2], where[-1]
 
     def by_xla(
-        x: Array, parts: Array | None, leaf: Array, norm: Mapping[str, Array], mixes: Array
+        x: Array, parts: Array | None, leaf: Array, norm: list[Array], mixes: Array
     ) -> tuple[Array, list[Array], Array]:
         parts = None if parts is None else parts[:, own]
-        before = leaf[batch.read_slots, where[0], where[1]]
-        x, mixed, last = xla.mix(x[own], parts, before, batch.lengths, norm, mixes, eps)
-        return (
-            x,
-            [one.astype(dtype) for one in mixed],
-            leaf.at[batch.write_slots, where[0], where[1]].set(last),
-        )
+        before = leaf[batch.read_slots, layer, place]
+        taken, *of_norm = (stack[at] for stack, at in zip((mixes, *norm), where, strict=False))
+        named = dict(zip(("scale", "bias"), of_norm, strict=False))
+        x, mixed, last = xla.mix(x[own], parts, before, batch.lengths, named, taken, eps)
+        leaf = leaf.at[batch.write_slots, layer, place].set(last)
+        return x, [one.astype(dtype) for one in mixed], leaf
 
     _, pull_back = jax.vjp(by_xla, x, parts, leaf, norm, mixes)
     of_x, of_mixed, of_leaf = cotangents

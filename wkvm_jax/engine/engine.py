@@ -208,6 +208,7 @@ class Engine:
         """
         import jax
 
+        params = self.model.laid_out(params)
         old = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), self._device.params)
         new = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params)
         if old != new:

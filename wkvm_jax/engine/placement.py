@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from wkvm_jax.errors import MeshError
 from wkvm_jax.models.model import Model
+from wkvm_jax.models.stacking import stacked_specs
 from wkvm_jax.state import DATA_AXIS, MODEL_AXIS, State
 from wkvm_jax.types import Params
 
@@ -52,10 +53,11 @@ class Placement:
             self._check_divides(sizes[MODEL_AXIS])
 
     def _check_divides(self, num_shards: int) -> None:
-        if self._model.family.partition is None:
-            raise MeshError(f"{self._model.family.name} models cannot be split over {MODEL_AXIS!r} yet")
-        specs = jax.tree.leaves(self.param_specs, is_leaf=lambda x: isinstance(x, P))
-        weights = jax.tree_util.tree_leaves_with_path(self._model.params)
+        family, config = self._model.family, self._model.config
+        if family.partition is None:
+            raise MeshError(f"{family.name} models cannot be split over {MODEL_AXIS!r} yet")
+        specs = jax.tree.leaves(family.partition(config), is_leaf=lambda x: isinstance(x, P))
+        weights = jax.tree_util.tree_leaves_with_path(family.param_spec(config))
         shared = [
             (jax.tree_util.keystr(path, simple=True, separator="."), leaf.shape, spec)
             for (path, leaf), spec in zip(weights, specs, strict=True)
@@ -75,7 +77,8 @@ class Placement:
         """A `PartitionSpec` for each weight."""
         if self.model_axis is None or self._model.family.partition is None:
             return P()
-        return self._model.family.partition(self._model.config)
+        specs = self._model.family.partition(self._model.config)
+        return specs if self._model.kernels == "xla" else stacked_specs(specs)
 
     @property
     def rows_specs(self) -> Specs:
@@ -131,7 +134,8 @@ class Placement:
         return result
 
     def place_params(self, params: Params) -> Params:
-        """The weights where steps want them."""
+        """The weights where and as steps want them."""
+        params = self._model.laid_out(params)
         return params if self._mesh is None else self._placed(params, self.param_specs)
 
     def place_rows(self, table: np.ndarray) -> Array:

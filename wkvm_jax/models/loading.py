@@ -16,6 +16,7 @@ from wkvm_jax.kernels.dispatch import choose_kernels
 from wkvm_jax.models.family import Family, FamilyConfig, Layout
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.registry import FAMILIES
+from wkvm_jax.models.stacking import stacked
 from wkvm_jax.tokenizers import load_tokenizer
 from wkvm_jax.tokenizers.base import Tokenizer
 from wkvm_jax.weights import Checkpoint, load_params, read_checkpoint
@@ -69,7 +70,8 @@ def load(
     tokenizer = tokenizer or load_tokenizer(checkpoint.directory, checkpoint.config, layout.config.vocab_size)
     config = _with_state_dtype(family, layout.config, state_dtype)
     chosen = choose_kernels(kernels, misfit=family.kernel_misfit(config))
-    return Model(family, config, params, tokenizer, name=_name(model), kernels=chosen)
+    laid_out = params if chosen == "xla" else stacked(params, free=True)
+    return Model(family, config, laid_out, tokenizer, name=_name(model), kernels=chosen)
 
 
 def _with_state_dtype(family: Family, config: FamilyConfig, state_dtype: str) -> FamilyConfig:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Float32, Integer
 
 from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.models.family import Family, FamilyConfig
+from wkvm_jax.models.stacking import apart, stacked
 from wkvm_jax.state import State, StateSpec, identity_batch
 from wkvm_jax.tokenizers.base import Tokenizer
 from wkvm_jax.types import Params
@@ -32,7 +33,8 @@ class Model:
     Attributes:
         family: what the weights mean.
         config: the family's sizes.
-        params: the weights, a pytree.
+        params: the weights, a pytree as the family's `param_spec` lays it out; where kernels run, the layers
+            may be one `LayerStack`, which costs a step less and means the same.
         tokenizer: None for a checkpoint that brought none; such a model takes and gives ids.
         name: what it was loaded as.
         kernels: what computes it; `wkvm_jax.load` chooses.
@@ -65,7 +67,11 @@ class Model:
         tokenizer = self.tokenizer.digest if self.tokenizer else "none"
         # The weights' shapes do not tell epsilons and variants.
         config = hashlib.blake2b(repr(self.config).encode(), digest_size=8).hexdigest()
-        return f"{self.family.name}-{config}-{weights_digest(self.params)}-{tokenizer}"
+        return f"{self.family.name}-{config}-{weights_digest(apart(self.params))}-{tokenizer}"
+
+    def laid_out(self, params: Params) -> Params:
+        """Weights as a step of this model wants them: for kernels with their layers stacked, as a copy."""
+        return params if self.kernels == "xla" else stacked(params)
 
     def init_state(self, batch_size: int, max_length: int | None = None) -> State:
         """A batch of fresh states.

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.kernels.products import Product, padded_rows, products
 from wkvm_jax.kernels.rwkv7 import Projections, Variant, misfit, time_mix
+from wkvm_jax.kernels.stacked import Weight, Weights
 from wkvm_jax.kernels.token_shift import TokenShift
 from wkvm_jax.models.layers import layer_norm, product
 from wkvm_jax.state import (
@@ -94,15 +95,15 @@ class Config:
 class BlockParams(TypedDict):
     """One layer; `param_spec` tells the shapes."""
 
-    ln1: Mapping[str, Array]
-    ln2: Mapping[str, Array]
-    ln_x: Mapping[str, Array]
-    time_mix: Mapping[str, Array]
-    channel_mix: Mapping[str, Array]
+    ln1: Weights
+    ln2: Weights
+    ln_x: Weights
+    time_mix: Weights
+    channel_mix: Weights
 
 
 class ModelParams(TypedDict):
-    """The whole model; "head" is absent when it is the embedding."""
+    """The whole model; "head" is absent when it is the embedding, and the blocks may be a `LayerStack`."""
 
     embedding: Array
     ln0: Mapping[str, Array]
@@ -200,7 +201,7 @@ def forward(
     """Runs the batch's tokens from their read slots and leaves the new states at their write slots.
 
     Args:
-        params: as `param_spec` lays out, in any floating dtype.
+        params: as `param_spec` lays out, in any floating dtype; the blocks may be a `LayerStack`.
         batch: tokens `[b, t]` and where the rows read and write.
         state: an arena, or a research batch.
         kernels: what computes it.
@@ -228,7 +229,7 @@ def forward(
         (parts,) = products([Product(out, weights["output"])], kernels=kernels, in_parts=True)
         parts = _of_all_devices(parts, model_axis)
         weights = block["channel_mix"]
-        x, (mixed_key,) = mix(x, parts, layer, 1, block["ln2"], weights["x_k"][None])
+        x, (mixed_key,) = mix(x, parts, layer, 1, block["ln2"], weights["x_k"])
         (inner,) = products([Product(mixed_key, weights["key"], "square_relu")], kernels=kernels)
         (parts,) = products([Product(inner, weights["value"])], kernels=kernels, in_parts=True)
         parts = _of_all_devices(parts, model_axis)
@@ -275,7 +276,7 @@ def partition(config: Config) -> Params:
 
 
 def _projections(
-    params: Mapping[str, Array],
+    params: Weights,
     mixed: Sequence[Float[Array, "b t d"]],
     v_first: Float[Array, "b t hv"] | None,
     kernels: Kernels,
@@ -300,7 +301,7 @@ def _projections(
     return Projections(r, k, v, w, a, g, v_mix[0] if v_mix else None, v_first)
 
 
-def _small(params: Mapping[str, Array]) -> dict[str, Array]:
+def _small(params: Weights) -> dict[str, Weight]:
     """The parameters that the time mixing takes beside its projections."""
     return {name: params[name] for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k") if name in params}
 

@@ -15,6 +15,7 @@ from wkvm_jax.kernels.dispatch import choose_kernels
 from wkvm_jax.models import rwkv7
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.registry import RWKV7
+from wkvm_jax.models.stacking import stacked
 
 
 def _rwkv7(num_layers: int, hidden_size: int, decay: int, iclr: int, value: int, gate: int) -> rwkv7.Config:
@@ -62,7 +63,9 @@ def random_model(
     leaves, tree = jax.tree.flatten(rwkv7.param_spec(config))
     keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
     params = [_random(key, leaf.shape, jnp.dtype(dtype)) for key, leaf in zip(keys, leaves, strict=True)]
-    return Model(RWKV7, config, jax.tree.unflatten(tree, params), name=f"random {size}", kernels=chosen)
+    apart = jax.tree.unflatten(tree, params)
+    laid_out = apart if chosen == "xla" else stacked(apart, free=True)
+    return Model(RWKV7, config, laid_out, name=f"random {size}", kernels=chosen)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
