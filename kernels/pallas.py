@@ -7,7 +7,6 @@ is in this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -50,7 +49,9 @@ class Ref(Protocol):
 
 
 Scratch = object
-"""Shared memory that a block asks for: `tile(...)` or `arrivals(...)`."""
+"""Shared memory that a block asks for: `tile(...)`, `arrivals(...)`, or a list of such."""
+Barrier = object
+"""What a block gets for `arrivals(...)`."""
 
 
 def tile(height: int, width: int) -> Scratch:
@@ -64,28 +65,38 @@ def arrivals(num_copies: int) -> Scratch:
 
 
 def kernel(
+    name: str,
     body: Callable[..., None],
     out_types: Sequence[jax.ShapeDtypeStruct],
     grid: dict[str, int],
     *,
     interpreted: bool,
     scratch: Sequence[Scratch] = (),
+    fast_math: bool = False,
 ) -> Callable[..., list[Array]]:
     """A kernel of one block of four warps a grid point.
 
     Args:
+        name: as profiles show it.
         body: called with references to the operands, the results and the scratch memory.
         out_types: of the results.
         grid: the size of each of the grid's axes, by name.
         interpreted: run it in Python on a CPU.
         scratch: what each block gets of shared memory.
+        fast_math: exponentials and divisions to within a few units of float32's last place.
     """
+
+    def named(*refs: object) -> None:
+        body(*refs)
+
+    named.__name__ = name
     made: Callable[..., list[Array]] = plgpu.kernel(
-        body,
+        named,
         out_type=list(out_types),
         scratch_types=list(scratch),  # type: ignore[arg-type]
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        compiler_params=plgpu.CompilerParams(approx_math=fast_math),
         interpret=plgpu.InterpretGPUParams() if interpreted else None,
     )
     return made
@@ -118,17 +129,23 @@ def load(ref: Ref, layout: plgpu.SomeLayout) -> Array:
     return loaded
 
 
+def read(tile: Ref, layout: plgpu.SomeLayout) -> Array:
+    """What a tile in shared memory holds, in registers and float32."""
+    loaded: Array = plgpu.load(tile, layout=layout)  # type: ignore[arg-type]
+    return loaded.astype(jnp.float32)
+
+
 def broadcast(x: Array, shape: tuple[int, ...], axes: tuple[int, ...] = ()) -> Array:
     """`x` along the named axes of a larger shape; kernels broadcast nothing by themselves."""
     return jax.lax.broadcast_in_dim(x, shape, axes)
 
 
-def fetch(source: Ref, target: Ref, arrived: Ref) -> None:
+def fetch(source: Ref, target: Ref, arrived: Barrier) -> None:
     """Begins to copy device memory to shared memory; `wait_for_fetched(arrived)` waits for it."""
     plgpu.copy_gmem_to_smem(source, target, arrived)  # type: ignore[arg-type]
 
 
-def wait_for_fetched(arrived: Ref) -> None:
+def wait_for_fetched(arrived: Barrier) -> None:
     """Waits for all copies that count towards a barrier."""
     plgpu.barrier_wait(arrived)  # type: ignore[arg-type]
 
@@ -161,10 +178,15 @@ def add_product(sums: Ref, left: Ref, right: Ref) -> None:
     plgpu.wgmma(sums, left, right)  # type: ignore[arg-type]
 
 
+Pair = tuple[Array | Ref, Ref]
+"""Two matrices to multiply: the left in shared memory or in registers, the right in shared memory."""
+
+
 class Products:
     """Sums of products of bfloat16 matrices of one shape, by the tensor cores.
 
-    The left of each pair lies in shared memory or in registers, the right in shared memory.
+    A left matrix in registers must have been computed from data: one made of indices alone, such as a mask,
+    is read wrongly (seen with JAX 0.11.2).
 
     Args:
         shape: of results.
@@ -175,24 +197,38 @@ class Products:
     def __init__(self, shape: tuple[int, int], *, interpreted: bool) -> None:
         self._shape, self._interpreted = shape, interpreted
 
-    def __call__(self, *pairs: tuple[Array | Ref, Ref]) -> Array:
+    def __call__(self, *pairs: Pair) -> Array:
         """The float32 sum of the pairs' products, in registers."""
+        return self.at_once(pairs)[0]
 
-        def run(sums: Ref) -> Array:
-            for left, right in pairs:
-                if self._interpreted and isinstance(left, jax.Array):
-                    pl.run_scoped(partial(self._staged, sums, left, right), tile(*left.shape))
-                else:
-                    plgpu.wgmma(sums, left, right)  # type: ignore[arg-type]
-            return sums[...]
+    def at_once(self, *sums: Sequence[Pair]) -> list[Array]:
+        """Several such sums, waited for together."""
 
-        result: Array = pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(self._shape, jnp.float32))
+        def run(*accumulators: Ref) -> list[Array]:
+            for accumulator, pairs in zip(accumulators, sums, strict=True):
+                for left, right in pairs:
+                    self._add(accumulator, left, right)
+            return [accumulator[...] for accumulator in accumulators]
+
+        made = [plgpu.WGMMAAccumulatorRef(self._shape, jnp.float32) for _ in sums]
+        result: list[Array] = pl.run_scoped(run, *made)
         return result
 
-    def _staged(self, sums: Ref, left: Array, right: Ref, staged: Ref) -> None:
-        staged[...] = left
-        plgpu.commit_smem()
-        plgpu.wgmma(sums, staged, right)  # type: ignore[arg-type]
+    def _add(self, accumulator: Ref, left: Array | Ref, right: Ref) -> None:
+        def from_shared(staged: Ref) -> None:
+            assert isinstance(left, jax.Array)
+            staged[...] = left
+            plgpu.commit_smem()
+            add_product(accumulator, staged, right)
+
+        if not isinstance(left, jax.Array):
+            add_product(accumulator, left, right)
+        elif self._interpreted:
+            pl.run_scoped(from_shared, tile(*left.shape))
+        else:
+            plgpu.wgmma(accumulator, left, right)  # type: ignore[arg-type]
+            # Registers may serve another purpose before a product that still runs has read them.
+            plgpu.wgmma_wait(0)
 
 
 def in_two(x: Array) -> tuple[Array, Array]:
@@ -201,6 +237,6 @@ def in_two(x: Array) -> tuple[Array, Array]:
     return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def swizzled(width: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How tensor cores want 16-bit tiles `width` wide to lie in shared memory."""
-    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(2 * width)  # type: ignore[abstract]
+def swizzled(width: int, itemsize: int = 2) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How tensor cores want tiles `width` wide to lie in shared memory; threads reach them best there."""
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(itemsize * width)  # type: ignore[abstract]

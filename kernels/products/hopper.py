@@ -137,6 +137,7 @@ def _products(
         for plan, job in zip(plans, jobs, strict=True)
     ]
     run = kernel(
+        "products",
         partial(_one_block, plans=plans),
         out_types,
         {"block": plans[-1].end_block},

@@ -86,6 +86,7 @@ def _time_mix(
     rows, num_rows = projections.r.shape[0], batch.read_slots.shape[0]
     _, _, num_heads, num_keys, num_values = arena.shape
     run = kernel(
+        "rwkv7_decode",
         partial(_one_head, variant=variant, size=(num_keys, num_values)),
         [jax.ShapeDtypeStruct((rows, num_heads, num_values), projections.r.dtype)],
         {"row": num_rows, "head": num_heads},

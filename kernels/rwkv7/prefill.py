@@ -34,6 +34,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.pallas import (
+    Barrier,
     Products,
     Ref,
     arrivals,
@@ -45,6 +46,7 @@ from wkvm_jax.kernels.pallas import (
     kernel,
     load,
     one_by_one,
+    read,
     send,
     swizzled,
     tile,
@@ -115,6 +117,7 @@ def _time_mix(
         return jax.ShapeDtypeStruct((num_rows, num_chunks, num_heads, *shape), dtype)
 
     sum_up = kernel(
+        "rwkv7_sum_up",
         partial(_sum_up, variant=variant, lies_at=lies_at, product=product),
         [
             *[each_chunk(*SQUARE, dtype=jnp.bfloat16)] * 4,
@@ -123,15 +126,18 @@ def _time_mix(
         ],
         {"row": num_rows, "chunk": num_chunks, "head": num_heads},
         interpreted=interpreted,
-        scratch=[*[tile(*SQUARE)] * NUM_TILES, arrivals(len(projected))],
+        fast_math=True,
+        scratch=[[tile(*SQUARE)] * NUM_TILES, arrivals(len(projected))],
     )
     norm = {name: stacks.pop(name) for name in ("scale", "bias")}
     summaries = one_by_one(sum_up)(batch.lengths, where, projected, stacks)
     carry_on = kernel(
+        "rwkv7_carry_on",
         partial(_carry_on, variant=variant, lies_at=lies_at, product=product),
         [jax.ShapeDtypeStruct(gate.shape, gate.dtype)],
         {"row": num_rows, "head": num_heads},
         interpreted=interpreted,
+        fast_math=True,
         scratch=[tile(*SQUARE)] * 3,
     )
     slots = (batch.read_slots, batch.write_slots, batch.lengths)
@@ -142,11 +148,12 @@ def _time_mix(
 def _sum_up(
     lengths: Ref, where: Ref, projected: Mapping[str, Ref], small: Mapping[str, Ref],
     reads: Ref, local: Ref, bonus: Ref, change: Ref, fresh: Ref, kept: Ref,
-    *scratch: Ref, variant: Variant, lies_at: Mapping[str, int], product: Products,
+    tiles: Sequence[Ref],
+    arrived: Barrier,
+    *, variant: Variant, lies_at: Mapping[str, int], product: Products,
 ) -> None:  # fmt: skip
     """The first kernel: what one chunk does to one head's state, whatever that is."""
     row, chunk, head = (jax.lax.axis_index(name) for name in ("row", "chunk", "head"))
-    *tiles, arrived = scratch
     num_counted = lengths[row] - chunk * CHUNK
 
     @pl.when((num_counted > 0) | (chunk == 0))  # a row without tokens has one chunk, which keeps its state
@@ -179,13 +186,11 @@ def _one_chunk(
     """Tiles `[token, channel]` to the chunk's summary. Each thread writes over what it alone has read."""
     to_reads, to_local, to_bonus, to_change, to_fresh, to_kept = targets
     r, w, k, v, a = (landed[name] for name in ("r", "w", "k", "v", "a"))
-    high, low, scores, low_strict, *staged = free[:6]
+    b, bonus, scores, low_strict, *staged = free[:6]
     k_low, v_low = (landed["v_mix"], landed["v_first"]) if "v_mix" in landed else free[6:]
     row, column = indices(SQUARE, MATRIX)
     counted = row < num_counted
-
-    def read(ref: Ref) -> Array:
-        return load(ref, MATRIX).astype(jnp.float32)
+    of = partial(read, layout=MATRIX)
 
     def masked(x: Array) -> Array:
         return jnp.where(counted, x, 0.0)
@@ -194,38 +199,38 @@ def _one_chunk(
         return broadcast(jnp.sum(x, axis=1), SQUARE, (0,))
 
     # The decay's sums over tokens, by the tensor cores, from three parts that hold float32's 24 bits.
-    log_w = jnp.where(counted, -xla.DECAY_SCALE * jax.nn.sigmoid(of_channels("w0") + read(w)), 0.0)
+    log_w = masked(-xla.DECAY_SCALE * jax.nn.sigmoid(of_channels("w0") + of(w)))
+    to_kept[...] = jnp.exp(jnp.sum(log_w, axis=0))
     rest = log_w
-    for part in (w, high, low):
+    for part in (w, b, bonus):
         rounded = rest.astype(jnp.bfloat16)
         part[...] = rounded
         rest = rest - rounded.astype(jnp.float32)
-    to_kept[...] = jnp.exp(jnp.sum(log_w, axis=0))
+    scores[...] = (row >= column).astype(jnp.bfloat16)
     plgpu.commit_smem()
-    until = (row >= column).astype(jnp.bfloat16)
-    log_decay = product((until, w), (until, high), (until, low))
+    log_decay = product((scores, w), (scores, b), (scores, bonus))
+    plgpu.commit_smem()  # all have read the parts
 
-    iclr = jax.nn.sigmoid(of_channels("a0") + read(a))
-    removal = read(k) * of_channels("k_k")
+    iclr = jax.nn.sigmoid(of_channels("a0") + of(a))
+    removal = of(k) * of_channels("k_k")
     square = over_channels(removal * removal)
     guarded = square + 1e-6 if variant.fused_norm else jnp.maximum(square, 1e-24)
-    removal = removal * jax.lax.rsqrt(guarded)
-    key = read(k) * (1 + (iclr - 1) * of_channels("k_a"))
-    weight = over_channels(read(r) * key * of_channels("r_k"))
+    removal = masked(removal * jax.lax.rsqrt(guarded))
+    a[...] = (-removal * jnp.exp(log_decay - log_w)).astype(jnp.bfloat16)
     inverse = jnp.exp(-log_decay)
-    value = read(v)
-    if "v_mix" in landed:
-        share = jax.nn.sigmoid(of_channels("v0") + read(landed["v_mix"]))
-        value = value + (read(landed["v_first"]) - value) * share
-    plgpu.commit_smem()  # all have read the tiles of the decay
-    b = high
-    a[...] = masked(-removal * jnp.exp(log_decay - log_w)).astype(jnp.bfloat16)
     b[...] = masked(removal * iclr * inverse).astype(jnp.bfloat16)
-    k[...], k_low[...] = in_two(masked(key * inverse))
-    r[...] = masked(read(r) * jnp.exp(log_decay)).astype(jnp.bfloat16)
-    v[...], v_low[...] = in_two(masked(value))
-    low[...] = masked(value * weight).astype(jnp.bfloat16)
-    send(low, to_bonus)
+    key = masked(of(k) * (1 + (iclr - 1) * of_channels("k_a")))
+    value = of(v)
+    if "v_mix" in landed:
+        share = jax.nn.sigmoid(of_channels("v0") + of(landed["v_mix"]))
+        value = value + (of(landed["v_first"]) - value) * share
+    value = masked(value)
+    k[...], k_low[...] = in_two(key * inverse)
+    v[...], v_low[...] = in_two(value)
+    receptance = masked(of(r))
+    r[...] = (receptance * jnp.exp(log_decay)).astype(jnp.bfloat16)
+    bonus[...] = (value * over_channels(receptance * key * of_channels("r_k"))).astype(jnp.bfloat16)
+    send(bonus, to_bonus)
 
     before = row > column
     strict = jnp.where(before, product((a, b.T)), 0.0)
@@ -235,23 +240,22 @@ def _one_chunk(
     of_scores = product(*((part, scores) for part in inverse_of)).astype(jnp.bfloat16)
     of_v = product((of_scores, v))
     changes, values = staged
-    plgpu.commit_smem()
     changes[...] = of_a.astype(jnp.bfloat16)
     values[...] = of_v.astype(jnp.bfloat16)
     plgpu.commit_smem()
 
     to_fresh[...] = product((b.T, values), (k.T, v), (k.T, v_low), (k_low.T, v))
     w[...] = product((b.T, changes)).astype(jnp.bfloat16)
+    send(w, to_change)
     until_now = row >= column
     by_removal = jnp.where(until_now, product((r, b.T)), 0.0).astype(jnp.bfloat16)
     by_key = jnp.where(until_now, product((r, k.T)), 0.0).astype(jnp.bfloat16)
-    local = product((by_removal, values), (by_key, v))
-    reads = read(r) + product((by_removal, changes))
-    plgpu.commit_smem()
-    scores[...] = local.astype(jnp.bfloat16)
-    a[...] = reads.astype(jnp.bfloat16)
-    for staged_tile, target in ((w, to_change), (scores, to_local), (a, to_reads)):
-        send(staged_tile, target)
+    scores[...] = product((by_removal, values), (by_key, v)).astype(jnp.bfloat16)
+    send(scores, to_local)
+    reads = of(r) + product((by_removal, changes))
+    plgpu.commit_smem()  # all have read what the products take
+    r[...] = reads.astype(jnp.bfloat16)
+    send(r, to_reads)
     wait_for_sent()
 
 
@@ -264,9 +268,11 @@ def _inverse_of_unit_lower(
     """
     row, column = index
     parts[0][...], parts[1][...] = in_two(strict)
+    # Above the block's bit row and column are the same; at it, the row has 1 and the column 0.
+    differing = jnp.where(row > column, row ^ column, CHUNK)
 
     def corner(block: int) -> Array:
-        return (row // (2 * block) == column // (2 * block)) & ((row // block) % 2 > (column // block) % 2)
+        return (differing >= block) & (differing < 2 * block)
 
     inverse = jnp.where(row == column, 1.0, jnp.where(corner(1), strict, 0.0))
     block = 2
@@ -306,14 +312,14 @@ def _carry_on(
     ) -> Array:  # fmt: skip
         high[...], low[...] = in_two(state)
         plgpu.commit_smem()
-        y = product((reads, high), (reads, low)) + load(local, MATRIX).astype(jnp.float32)
-        state = state + product((change, high), (change, low)) + load(fresh, MATRIX)
-        state = state * broadcast(load(kept, ROWS), SQUARE, (0,))
+        changed, y = product.at_once(((change, high), (change, low)), ((reads, high), (reads, low)))
+        state = (state + changed + read(fresh, MATRIX)) * broadcast(load(kept, ROWS), SQUARE, (0,))
+        y = y + read(local, MATRIX)
         centred = y - over_channels(y)
         y = centred * jax.lax.rsqrt(over_channels(centred * centred) + CHUNK * variant.norm_eps)
-        y = y * of_channels("scale") + of_channels("bias") + load(bonus, MATRIX).astype(jnp.float32)
+        y = y * of_channels("scale") + of_channels("bias") + read(bonus, MATRIX)
         wait_for_sent()
-        staged[...] = (y * load(gate, MATRIX).astype(jnp.float32)).astype(out.dtype)
+        staged[...] = (y * read(gate, MATRIX)).astype(out.dtype)
         # Once all have filled it, all have read the parts of the state, too.
         send(staged, out.at[row, pl.ds(index[0] * CHUNK, CHUNK), channels])
         return state
@@ -322,6 +328,7 @@ def _carry_on(
         return plgpu.BlockSpec((*lead, *SQUARE), index, transforms=swizzled(CHUNK))
 
     of_chunk = tiles((None,) * 3, lambda chunk: (row, chunk, head, 0, 0))
+    in_float32 = plgpu.BlockSpec(of_chunk.block_shape, of_chunk.index_map, transforms=swizzled(32, 4))
     of_tokens = tiles((None,), lambda chunk: (row, chunk, head))
     state = load(states.at[read_slots[row], layer, head], MATRIX).astype(jnp.float32)
     state = plgpu.emit_pipeline(
@@ -329,7 +336,7 @@ def _carry_on(
         grid=(num_chunks,),
         in_specs=[
             *[of_chunk] * 4,
-            plgpu.BlockSpec((None, None, None, *SQUARE), lambda chunk: (row, chunk, head, 0, 0)),
+            in_float32,
             plgpu.BlockSpec((None, None, None, CHUNK), lambda chunk: (row, chunk, head, 0)),
             of_tokens,
         ],

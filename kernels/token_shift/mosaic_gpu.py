@@ -76,6 +76,7 @@ def _mix(
     out_types = [jax.ShapeDtypeStruct((rows, width), jnp.float32)]
     out_types += [jax.ShapeDtypeStruct((rows, width), dtype)] * mixes.shape[1]
     run = kernel(
+        "token_shift",
         partial(_one_share, share=share, eps=eps),
         out_types,
         {"row": num_rows, "share": width // share},
