@@ -4,8 +4,8 @@
     python3 -m experiments.bench_kernels --kernels xla --rows 32 1024 --json
 
 A figure is the median over rounds of one jitted chain of calls, each on weights or states that no cache still
-holds, divided by the calls: launches are in it. The floor is the bytes that must move, at the speed of a copy
-measured in the same run. `--tiny` runs tiny shapes, interpreted on a CPU, to see that everything works.
+holds, divided by the calls: the gaps between kernels are in it. The floor is the bytes that must move, at the
+speed of a copy measured in the same run. `--tiny` runs tiny shapes, interpreted on a CPU, for a try.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,13 @@ from wkvm_jax.kernels.dispatch import Kernels, choose_kernels
 from wkvm_jax.kernels.products import Product, products
 from wkvm_jax.kernels.products import workloads as product_workloads
 from wkvm_jax.kernels.rwkv7 import Variant, time_mix, workloads
+from wkvm_jax.kernels.stacked import OfLayer
 from wkvm_jax.serving.bench import copy_bytes_per_s
 
-COPIES = 4
-"""Sets of weights that a chain of products goes through: together more than a GPU's caches hold."""
+CHAIN = 24
+"""Calls of a chain of products, as many as a model has layers: a chain's own launch is shared by them all."""
+LEAST_BYTES = 2**28
+"""Weights that a chain goes through at least before it sees one again: more than a GPU's caches hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,6 @@ def layer_seconds(workload: workloads.Decode | workloads.Prefill, kernels: Kerne
             )  # fmt: skip
         return out, arena
 
-    jax.tree_util.register_dataclass(workloads.Operands)
     step = jax.jit(through_all_layers, donate_argnums=0)
     state = {"arena": workloads.make_arena(workload)}
 
@@ -81,20 +84,27 @@ def layer_seconds(workload: workloads.Decode | workloads.Prefill, kernels: Kerne
 
 def product_seconds(group: product_workloads.Group, kernels: Kernels, rounds: int) -> float:
     """One group, on several sets of weights in turn, each waiting for the one before."""
-    sets = [product_workloads.make_weights(group, seed) for seed in range(COPIES)]
-    xs = [job.x for job in product_workloads.make_jobs(group, sets[0])]
+    num_calls = 2 if kernels == "hopper_interpreted" else CHAIN
+    num_sets = min(num_calls, -(-LEAST_BYTES // group.weight_bytes))
+    stacks = [
+        jnp.stack(weights)
+        for weights in zip(*map(partial(product_workloads.make_weights, group), range(num_sets)), strict=True)
+    ]
+    first = product_workloads.make_weights(group)
+    xs = [job.x for job in product_workloads.make_jobs(group, first)]
     activations = [activation for _, _, activation in group.shapes]
 
-    def chain(xs: list[Array], sets: list[list[Array]]) -> Array:
-        for weights in sets:
+    def chain(xs: list[Array], stacks: list[Array]) -> Array:
+        for call in range(num_calls):
+            weights = [OfLayer(stack, call % num_sets) for stack in stacks]
             jobs = [Product(*job) for job in zip(xs, weights, activations, strict=True)]
             outs = products(jobs, kernels=kernels, in_parts=group.in_parts)
-            first = outs[0].ravel()[0].astype(jnp.float32)
-            xs = [jax.lax.optimization_barrier((x, first))[0] for x in xs]
-        return first
+            number = outs[0].ravel()[0].astype(jnp.float32)
+            xs = [jax.lax.optimization_barrier((x, number))[0] for x in xs]
+        return number
 
     step = jax.jit(chain)
-    return seconds_a_call(lambda: step(xs, sets), COPIES, rounds)
+    return seconds_a_call(lambda: step(xs, stacks), num_calls, rounds)
 
 
 def figures(arguments: argparse.Namespace, kernels: Kernels, bytes_per_s: float) -> Iterator[Figure]:

@@ -40,7 +40,7 @@ class DecodeResult:
 
 def bench_decode(arguments: argparse.Namespace) -> int:
     """Bare step and engine take turns, round by round, so that a noisy machine treats them alike."""
-    model = _model(arguments)
+    model = chosen_model(arguments)
     bytes_per_s = copy_bytes_per_s()
     results = [
         decode_speed(model, rows, arguments.steps, arguments.rounds, bytes_per_s) for rows in arguments.rows
@@ -48,9 +48,9 @@ def bench_decode(arguments: argparse.Namespace) -> int:
     memory = _memory(model, max(arguments.rows))
     if arguments.json:
         for result in results:
-            print(json.dumps(dataclasses.asdict(result) | memory | _platform(model, arguments.rounds)))
+            print(json.dumps(dataclasses.asdict(result) | memory | platform(model, arguments.rounds)))
         return 0
-    print(_describe(model, arguments.rounds))
+    print(describe(model, arguments.rounds))
     print(
         f"{'rows':>5} {'step tok/s':>12} {'engine tok/s':>13} {'engine/step':>12} {'step ms':>9} "
         f"{'floor ms':>9} {'x floor':>8}"
@@ -70,32 +70,8 @@ def bench_decode(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def bench_prefill(arguments: argparse.Namespace) -> int:
-    """Prompts of given lengths, one at a time, to the end of the prompt."""
-    model = _model(arguments)
-    rng = np.random.default_rng(0)
-    if not arguments.json:
-        print(_describe(model, arguments.rounds))
-        print(f"{'length':>8} {'tokens/s':>12} {'ms':>10}")
-    with Engine(model, config=EngineConfig(num_slots=4, max_rows=1)) as engine:
-        for length in arguments.lengths:
-            seconds = []
-            for _ in range(arguments.rounds + 1):
-                prompt = rng.integers(1, model.config.vocab_size, length).tolist()
-                started = time.perf_counter()
-                engine.submit(prompt, max_tokens=0).result()
-                seconds.append(time.perf_counter() - started)
-            # The first round compiles.
-            median_s = statistics.median(seconds[1:])
-            if arguments.json:
-                row = {"length": length, "tokens_per_s": length / median_s, "ms": median_s * 1e3}
-                print(json.dumps(row | _platform(model, arguments.rounds)))
-            else:
-                print(f"{length:>8} {length / median_s:>12,.0f} {median_s * 1e3:>10.1f}")
-    return 0
-
-
-def _model(arguments: argparse.Namespace) -> Model:
+def chosen_model(arguments: argparse.Namespace) -> Model:
+    """The model that the command line names, or one of the size that it names."""
     if arguments.size is not None:
         return random_model(
             arguments.size,
@@ -166,7 +142,7 @@ class BareStep:
         jax.block_until_ready(self._device.lanes)
         started = time.perf_counter()
         for _ in range(steps):
-            sampled = self._device.run_step(self._rows, (self._bucket, 1))
+            sampled = self._device.run_step(self._rows, (self._bucket, 1), only_likeliest=True)
         np.asarray(sampled.token)
         return time.perf_counter() - started
 
@@ -202,7 +178,8 @@ def _memory(model: Model, rows: int) -> dict[str, float]:
     }
 
 
-def _platform(model: Model, rounds: int) -> dict[str, str | int]:
+def platform(model: Model, rounds: int) -> dict[str, str | int]:
+    """What a figure needs beside it to be repeated."""
     device = jax.devices()[0]
     return {
         "model": model.name,
@@ -213,8 +190,9 @@ def _platform(model: Model, rounds: int) -> dict[str, str | int]:
     }
 
 
-def _describe(model: Model, rounds: int) -> str:
-    values = _platform(model, rounds)
+def describe(model: Model, rounds: int) -> str:
+    """The same in a sentence."""
+    values = platform(model, rounds)
     dtype = jax.tree.leaves(model.params)[0].dtype
     return (
         f"{values['model']}, {dtype} weights, {model.kernels} kernels, greedy, on {values['device']}, "

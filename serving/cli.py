@@ -164,16 +164,20 @@ examples:
     prefill = _command(
         kinds,
         "prefill",
-        "Tokens a second of reading a prompt through the engine.",
+        "Tokens a second of reading prompts: the bare jitted step on all at once, and through the engine.",
         """\
 examples:
   wkvm bench prefill --model demo --lengths 256 2048
   wkvm bench prefill --size 1.5b --lengths 4096
+  wkvm bench prefill --size 1.5b --rows 8 --lengths 1024 --json
 """,
     )
     _add_bench_common(prefill)
     prefill.add_argument(
         "--lengths", type=int, nargs="+", default=[256, 2048], help="prompt lengths in tokens"
+    )
+    prefill.add_argument(
+        "--rows", type=int, nargs="+", default=[1], help="prompts of each length at once (default: 1)"
     )
     prefill.set_defaults(run=_run_bench_prefill)
 
@@ -265,7 +269,7 @@ def _run_bench_decode(arguments: argparse.Namespace) -> int:
 
 
 def _run_bench_prefill(arguments: argparse.Namespace) -> int:
-    from wkvm_jax.serving.bench import bench_prefill
+    from wkvm_jax.serving.bench_prefill import bench_prefill
 
     return bench_prefill(arguments)
 

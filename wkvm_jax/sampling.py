@@ -152,6 +152,8 @@ def sample(
     lanes: Lanes,
     lane_ids: Int32[Array, " b"],
     positions: Int32[Array, " b"],
+    *,
+    only_likeliest: bool = False,
 ) -> tuple[Sampled, Lanes]:
     """Chooses each row's next token and updates its lane.
 
@@ -160,6 +162,8 @@ def sample(
         lanes: the table.
         lane_ids: each row's lane; rows that pad the rectangle name `PADDING_LANE`.
         positions: tokens that each row's conversation has consumed.
+        only_likeliest: every row takes the most likely token, with nothing else to say of it: the host may
+            know that, and a GPU is spared the choice, which costs it some 60 us.
     """
     params = jax.tree.map(lambda leaf: leaf[lane_ids], lanes.params)
     live = ~lanes.done[lane_ids]
@@ -181,7 +185,8 @@ def sample(
     ]
     needs = jnp.stack([random, shaped, params.wants_logprobs])
     branch = jnp.max(jnp.where(live & needs, jnp.arange(1, 4)[:, None], 0))
-    token, logprob, top_ids, top_logprobs = jax.lax.switch(branch, branches)
+    chosen = branches[0]() if only_likeliest else jax.lax.switch(branch, branches)
+    token, logprob, top_ids, top_logprobs = chosen
     stopped = live & jnp.any(token[:, None] == params.stop_ids, axis=-1) & (params.min_remaining <= 0)
     exhausted = live & (params.remaining <= 1)
     sampled = Sampled(token, live, stopped, exhausted, invalid, logprob, top_ids, top_logprobs)

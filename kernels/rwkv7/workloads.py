@@ -77,6 +77,7 @@ PUBLISHED = tuple(Decode(rows, 32, 24) for rows in (1, 8, 32, 128, 256, 1024))
 """The 1.5B model's layers; the arena of the last holds more than 2^31 elements."""
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """What `time_mix` takes beside the arena."""

@@ -30,6 +30,9 @@ def test_the_table_says_what_it_was_measured_with(capsys: pytest.CaptureFixture[
     head, _, *rows = capsys.readouterr().out.splitlines()
     assert "hopper_interpreted kernels on" in head and "1.00 TB/s" in head
     assert len(rows) == 1 and rows[0].startswith("rwkv7 time mix")
+    assert bench_kernels.main(["--tiny", "--rounds", "1", "--rows", "2"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    assert row.startswith("rwkv7 time mix, 130 tokens")
 
 
 def test_the_largest_arena_needs_more_than_32_bits() -> None:

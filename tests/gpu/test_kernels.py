@@ -13,7 +13,7 @@ import pytest
 from jaxtyping import Array
 
 import wkvm_jax
-from wkvm_jax.engine.step import Device, Sizes
+from wkvm_jax.engine.step import LIKELIEST_STEP, STEP, Device, Sizes
 from wkvm_jax.kernels.dispatch import Kernels, choose_kernels
 from wkvm_jax.kernels.products import products
 from wkvm_jax.kernels.products import workloads as product_workloads
@@ -74,6 +74,42 @@ def test_time_mix_in_a_large_arena(workload: decode_workloads.Decode, kernels: K
     close(out, wanted, 8e-3)
 
 
+@pytest.mark.parametrize("lengths", [(1000, 517, 0), (64, 1, 65)])
+@pytest.mark.parametrize("state_dtype", [jnp.float32, jnp.float16])
+def test_time_mix_of_prompts(lengths: tuple[int, ...], state_dtype: jnp.dtype, kernels: Kernels) -> None:
+    """Ragged rows between scattered slots, against the XLA path on float32 copies of the operands."""
+    workload = decode_workloads.Prefill(3, 1000, 32, 2)
+    operands = decode_workloads.make_operands(workload)
+    arena = decode_workloads.make_arena(workload).astype(state_dtype)
+    arena = jnp.concatenate([arena, jnp.full((3, *arena.shape[1:]), jnp.nan, state_dtype)])
+    read, write = operands.batch.read_slots, jnp.asarray([7, 5, 6], jnp.int32)
+    batch = operands.batch.replace(lengths=jnp.asarray(lengths, jnp.int32), write_slots=write)
+
+    @partial(jax.jit, static_argnums=1)
+    def run(arena: Array, kernels: Kernels) -> tuple[Array, Array]:
+        projections = operands.projections
+        if kernels == "xla":
+            projections = jax.tree.map(lambda x: x.astype(jnp.float32), projections)
+        return time_mix(
+            arena, 1, batch, projections, operands.params, operands.ln_x, variant=VARIANT, kernels=kernels
+        )
+
+    out, after = run(arena, kernels)
+    wanted, wanted_after = run(arena, "xla")
+    for row, length in enumerate(lengths):
+        if length:
+            assert distance(out[row, :length], wanted[row, :length]) < 2.6e-3
+        assert distance(after[write[row], 1], wanted_after[write[row], 1]) < 1.5e-3
+    np.testing.assert_array_equal(after[:, 0], arena[:, 0])
+    np.testing.assert_array_equal(after[read, 1], arena[read, 1])
+
+
+def distance(got: Array, wanted: Array) -> float:
+    """Of the norms: what is reported of other implementations."""
+    got, wanted = (np.asarray(x, np.float64) for x in (got, wanted))
+    return float(np.linalg.norm(got - wanted) / np.linalg.norm(wanted))
+
+
 @pytest.mark.parametrize("group", product_workloads.PUBLISHED, ids=lambda g: f"{g.rows} {g.name}")
 def test_groups_of_products(group: product_workloads.Group, kernels: Kernels) -> None:
     jobs = product_workloads.make_jobs(group, product_workloads.make_weights(group))
@@ -127,9 +163,10 @@ def test_a_step_copies_no_arena(kernels: Kernels) -> None:
     for rows in (1, 32, 128):
         device = Device(model, Sizes(3 * rows + 2, 0, rows + 1, 0))
         device.compile([(rows, 1)])
-        text = device._compiled["step", (rows, 1)].as_text()
         shape = ",".join(map(str, device.arena.leaves["wkv"].shape))
-        assert not re.findall(rf"f32\[{shape}\][^=\n]* copy(?:-start)?\(", text)
+        for name in (STEP, LIKELIEST_STEP):
+            text = device._compiled[name, (rows, 1)].as_text()
+            assert not re.findall(rf"f32\[{shape}\][^=\n]* copy(?:-start)?\(", text)
 
 
 def test_gradients_are_those_of_xla(kernels: Kernels) -> None:

@@ -82,6 +82,13 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether each token is simply that of the largest logit, with nothing else to say of it."""
+        penalised = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        shaped = penalised or bool(self.logit_bias) or self.min_tokens > 0
+        return self.temperature == 0 and not shaped and self.logprobs is None
+
     def _check_stops(self) -> None:
         if len(self.stop) > MAX_STOP_STRINGS:
             raise RequestError(

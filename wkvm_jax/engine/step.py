@@ -52,6 +52,7 @@ HISTORY_CHUNK = 1024
 COPY_ROWS = 8
 """Slots or pages copied in one dispatch."""
 
+STEP, LIKELIEST_STEP = "step", "likeliest step"
 Shape = tuple[int, int]
 """Rows and tokens of a bucket."""
 
@@ -126,8 +127,9 @@ class Sizes:
 
 
 def sampling_step(
-    params: Params, arena: State, lanes: Lanes, rows: StepRows, *, model: Model, model_axis: str | None = None
-) -> tuple[State, Lanes, Sampled]:
+    params: Params, arena: State, lanes: Lanes, rows: StepRows, *, model: Model,
+    only_likeliest: bool, model_axis: str | None = None,
+) -> tuple[State, Lanes, Sampled]:  # fmt: skip
     """One token for every row: consume the lane's token, sample the next.
 
     Rows that are done consume nothing and write to the trash slot.
@@ -144,7 +146,7 @@ def sampling_step(
     forward, head = model.functions(model_axis)
     hidden, arena = forward(params, batch, arena)
     logits = head(params, hidden[:, 0])
-    sampled, lanes = sample(logits, lanes, rows.lane_ids, positions)
+    sampled, lanes = sample(logits, lanes, rows.lane_ids, positions, only_likeliest=only_likeliest)
     return arena, lanes, sampled
 
 
@@ -328,7 +330,8 @@ class Device:
             with_states: also what moves states, pages and histories.
             progress: called with the programs done and the programs there are.
         """
-        jobs = [("step" if tokens == 1 else "prompt", (rows, tokens)) for rows, tokens in shapes]
+        jobs = [("prompt", shape) for shape in shapes if shape[1] > 1]
+        jobs += [(name, shape) for name in self._step_names for shape in shapes if shape[1] == 1]
         names = ["set_lanes"]
         if with_states:
             names += ["add_history", "read_slot", "write_slot"]
@@ -354,6 +357,11 @@ class Device:
         """Measured seconds of a bucket; None before it has been measured."""
         return self._cost_s.get((num_rows, num_tokens))
 
+    @property
+    def _step_names(self) -> tuple[str, ...]:
+        """A GPU has a step of its own for rows that take the most likely token; a CPU gains nothing by it."""
+        return (STEP,) if self.model.kernels == "xla" else (STEP, LIKELIEST_STEP)
+
     def _get(self, name: str, shape: Shape = (0, 0)) -> jax.stages.Compiled:
         job = (name, shape)
         if job not in self._compiled:
@@ -375,8 +383,13 @@ class Device:
         params, arena = placement.param_specs, placement.arena_specs
         index, pairs = np.int32(0), np.zeros((COPY_ROWS, 2), np.int32)
         on_shard = OnShard(self.sizes, placement, self.model.state_spec)
-        if name == "step":
-            step = partial(sampling_step, model=self.model, model_axis=placement.model_axis)
+        if name in (STEP, LIKELIEST_STEP):
+            step = partial(
+                sampling_step,
+                model=self.model,
+                only_likeliest=name == LIKELIEST_STEP,
+                model_axis=placement.model_axis,
+            )
             spread = placement.spread(step, (params, arena, rows, rows), (arena, rows, rows))
             return spread, (1, 2), (self.params, self.arena, self.lanes, self.step_rows((), (), shape[0]))
         if name == "prompt":
@@ -409,7 +422,7 @@ class Device:
         if shape[1] == 1:
             result: object = self.run_step(self.step_rows((), (), shape[0]), shape)
         else:
-            result = self._run_prompt(self._prompt_rows((), (), shape), shape)
+            result = self.run_prompt(self._prompt_rows((), (), shape), shape)
         jax.block_until_ready((result, self.arena))
         return time.perf_counter() - started
 
@@ -428,21 +441,23 @@ class Device:
             started = time.perf_counter()
         if rectangle.num_tokens == 1:
             rows = self.step_rows(rectangle.rows, rectangle.places, shape[0])
-            result: Sampled | Scores = self.run_step(rows, shape)
+            only_likeliest = all(row.sequence.params.takes_likeliest for row in rectangle.rows)
+            result: Sampled | Scores = self.run_step(rows, shape, only_likeliest=only_likeliest)
         else:
             prompt_rows = self._prompt_rows(rectangle.rows, rectangle.places, shape)
-            result = self._run_prompt(prompt_rows, shape)
+            result = self.run_prompt(prompt_rows, shape)
         if measure:
             jax.block_until_ready((result, self.arena))
             self._cost_s[shape] = time.perf_counter() - started
         return result
 
-    def run_step(self, rows: StepRows, shape: Shape) -> Sampled:
-        step = self._get("step", shape)
+    def run_step(self, rows: StepRows, shape: Shape, *, only_likeliest: bool = False) -> Sampled:
+        """Dispatches a sampling step; whether all rows are known to take the most likely token is a hint."""
+        step = self._get(self._step_names[-1] if only_likeliest else STEP, shape)
         self.arena, self.lanes, sampled = step(self.params, self.arena, self.lanes, rows)
         return sampled
 
-    def _run_prompt(self, rows: PromptRows, shape: Shape) -> Scores:
+    def run_prompt(self, rows: PromptRows, shape: Shape) -> Scores:
         step = self._get("prompt", shape)
         self.arena, scores = step(self.params, self.arena, rows)
         return scores
