@@ -48,11 +48,12 @@ def test_the_same_tokens_as_on_one_device(name: str, shape: list[int]) -> None:
     assert spread["lost"] == alone["lost"] == 0
 
 
-@pytest.mark.parametrize(("dtype", "shapes"), [("float32", [[1, 2], [2, 2]]), ("bfloat16", [[2, 1]])])
-def test_kernels_give_the_same_tokens_as_on_one_device(dtype: str, shapes: list[list[int]]) -> None:
-    """Heads that are spread change the order of sums, which in bfloat16 may turn a tie: there, rows only."""
-    alone, *spread = output_of("mesh_kernels_program", dtype, shapes).values()
-    assert len(spread) == len(shapes) and all(tokens == alone for tokens in spread)
+def test_kernels_give_the_same_tokens_as_on_one_device() -> None:
+    """In float32: JAX's interpreter has one table of barriers for all devices, so that kernels which wait for
+    copies, as products in bfloat16 do, cannot be interpreted on several at once."""
+    shapes = [[2, 1], [1, 2], [2, 2]]
+    alone, *spread = output_of("mesh_kernels_program", "float32", shapes).values()
+    assert len(spread) == len(shapes) and all(tokens == alone != [] for tokens in spread)
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused() -> None:
