@@ -95,8 +95,8 @@ def recurrence(
     """
     r, log_w, k, v, a, b = inputs
     counted = _counted(batch)
-    log_w = jnp.where(counted, log_w, 0.0)
-    k, a = jnp.where(counted, k, 0.0), jnp.where(counted, a, 0.0)
+    # Whatever tokens that do not count hold, it reaches no state.
+    log_w, k, v, a, b = (jnp.where(counted, x, 0.0) for x in (log_w, k, v, a, b))
     inputs = (r, log_w, k, v, a, b)
 
     def in_arena(arena: Array) -> tuple[Array, Array]:
