@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint serve clean help
+.PHONY: demo test test-gpu lint serve clean help
 
 help:
-	@echo "make demo   set up, then show the model in the box at work"
-	@echo "make serve  set up, then serve it at http://127.0.0.1:8000"
-	@echo "make test   set up, then run linters, type checker and tests"
+	@echo "make demo      set up, then show the model in the box at work"
+	@echo "make serve     set up, then serve it at http://127.0.0.1:8000"
+	@echo "make test      set up, then run linters, type checker and tests"
+	@echo "make test-gpu  set up, then run the tests that need a GPU, where there is one"
 
 $(VENV)/run.stamp: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +36,10 @@ lint: $(VENV)/tests.stamp
 
 test: lint
 	$(BIN)/python -m pytest
+
+# On a machine with a GPU and `pip install 'jax[cuda13]'`; XLA need not look for its quickest products here.
+test-gpu: $(VENV)/tests.stamp
+	XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m gpu tests/gpu tests/kernels
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
