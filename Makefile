@@ -37,7 +37,7 @@ lint: $(VENV)/tests.stamp
 test: lint
 	$(BIN)/python -m pytest
 
-# On a machine with a GPU and `pip install 'jax[cuda13]'`; XLA need not look for its quickest products here.
+# On a machine with a GPU, after `.venv/bin/pip install -e '.[gpu]'`; XLA need not look for its quickest products here.
 test-gpu: $(VENV)/tests.stamp
 	XLA_FLAGS=--xla_gpu_autotune_level=0 $(BIN)/python -m pytest -m gpu tests/gpu tests/kernels
 
