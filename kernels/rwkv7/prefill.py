@@ -63,7 +63,10 @@ CHUNK = 64
 LEAST_TOKENS = 32
 """Fewer tokens are quicker by XLA's shorter chunks than in one that is mostly padding."""
 STEPS_AHEAD = 3
+"""Chunks whose summaries `_carry_on` has under way."""
 NUM_TILES = 13
+"""The first layer's five projections and eight more, or the others' seven and six: two blocks fit beside each
+other in a multiprocessor."""
 
 SQUARE = (CHUNK, CHUNK)
 MATRIX = plgpu.Layout.WGMMA
