@@ -35,7 +35,7 @@ def main(dtype: str, shapes: list[list[int]]) -> dict[str, list[list[int]]]:
     for shape in [None, *shapes]:
         mesh = None if shape is None else jax.make_mesh(tuple(shape), ("data", "model"))
         with Engine(model, config=config, mesh=mesh) as engine:
-            outputs = engine.generate([[1, 2, 3], [4], [5, 6]], max_tokens=4, ignore_eos=True)
+            outputs = engine.generate([[1, 2, 3], [4], [5, 6]], max_tokens=3, ignore_eos=True)
             told[str(shape)] = [list(output.token_ids) for output in outputs]
     return told
 

@@ -51,7 +51,7 @@ def test_the_same_tokens_as_on_one_device(name: str, shape: list[int]) -> None:
 def test_kernels_give_the_same_tokens_as_on_one_device() -> None:
     """In float32: JAX's interpreter has one table of barriers for all devices, so that kernels which wait for
     copies, as products in bfloat16 do, cannot be interpreted on several at once."""
-    shapes = [[2, 1], [1, 2], [2, 2]]
+    shapes = [[1, 2], [2, 2]]
     alone, *spread = output_of("mesh_kernels_program", "float32", shapes).values()
     assert len(spread) == len(shapes) and all(tokens == alone != [] for tokens in spread)
 

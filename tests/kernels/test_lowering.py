@@ -19,7 +19,10 @@ def lower(function: object, *arguments: object) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("group", product_workloads.PUBLISHED, ids=lambda g: f"{g.rows} {g.name}")
+FEW_AND_MANY = [group for group in product_workloads.PUBLISHED if group.rows in (8, 256)]
+
+
+@pytest.mark.parametrize("group", FEW_AND_MANY, ids=lambda g: f"{g.rows} {g.name}")
 def test_groups_of_products(group: product_workloads.Group) -> None:
     xs = [jax.ShapeDtypeStruct((group.rows, 1, height), jnp.bfloat16) for height, _, _ in group.shapes]
     weights = [jax.ShapeDtypeStruct(shape[:2], jnp.bfloat16) for shape in group.shapes]
@@ -34,8 +37,8 @@ def test_groups_of_products(group: product_workloads.Group) -> None:
 
 @pytest.mark.parametrize(
     ("size", "state_dtype", "rows"),
-    [("0.1b", "float32", 1), ("0.4b", "float32", 200), ("1.5b", "float32", 32), ("1.5b", "float16", 1),
-     ("2.9b", "float32", 200), ("7.2b", "float32", 1)],
+    [("0.1b", "float32", 1), ("0.4b", "float32", 200), ("1.5b", "float16", 32), ("2.9b", "float32", 200),
+     ("7.2b", "float32", 1)],
 )  # fmt: skip
 def test_a_step(size: str, state_dtype: str, rows: int) -> None:
     """Two layers of each published size: one call of each kernel, lowered once for both."""

@@ -15,8 +15,8 @@ from wkvm_jax.kernels.rwkv7 import Projections, Variant, prefill, time_mix
 from wkvm_jax.state import Batch
 
 LAYERS, LAYER, HEADS, WIDTH, TOKENS = 2, 1, 2, 64, 130
-NUM_SLOTS, READ, WRITE, LENGTHS = 9, (7, 2, 5, 4), (3, 2, 8, 6), (130, 64, 0, 65)
-"""Four rows: three move to another slot, one stays; one fills its chunk, one consumes nothing."""
+NUM_SLOTS, READ, WRITE, LENGTHS = 9, (7, 2, 5), (3, 2, 8), (130, 64, 0)
+"""Three rows: two move to another slot, one stays; one fills its chunk, one consumes nothing."""
 
 VARIANT = Variant(1e-5, False)
 
@@ -76,8 +76,7 @@ def distance(got: np.ndarray, wanted: np.ndarray) -> float:
     return float(np.linalg.norm(got.astype(np.float64) - wanted) / np.linalg.norm(wanted))
 
 
-@pytest.mark.parametrize("decay", [-3.0, 0.0, 3.0])
-@pytest.mark.parametrize("first_layer", [True, False])
+@pytest.mark.parametrize(("first_layer", "decay"), [(True, 0.0), (False, -3.0), (False, 0.0), (False, 3.0)])
 def test_output_and_states_are_those_of_xla(first_layer: bool, decay: float) -> None:
     operands = make(first_layer, decay=decay)
     out, arena = map(np.asarray, run(operands))
@@ -102,7 +101,7 @@ def test_nothing_else_in_the_arena_changes() -> None:
 
 def test_keys_normalised_as_flash_linear_attention_does() -> None:
     operands = make(True)
-    small = operands[1].replace(k=0.001 * operands[1].k)
+    small = operands[1].replace(k=1e-4 * operands[1].k)
     both = [run((operands[0], small, *operands[2:]), variant=Variant(1e-5, fused)) for fused in (True, False)]
     wanted, _ = run((operands[0], small, *operands[2:]), "xla", Variant(1e-5, True))
     got, other = (np.asarray(out[0], np.float32) for out, _ in both)
