@@ -17,15 +17,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.pallas import Ref, broadcast, in_place, kernel, load
 from wkvm_jax.kernels.rwkv7 import xla
+from wkvm_jax.kernels.rwkv7.gradient import Operands, backward, stacks_and_places
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
-from wkvm_jax.kernels.stacked import Weights, in_stack, places
+from wkvm_jax.kernels.stacked import Weights
 from wkvm_jax.state import Batch
 
 KEY_LANES, VALUES_A_WARP, VECTOR, WARPS = 8, 16, 4, 4
@@ -39,8 +39,6 @@ MATRIX = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 KEYS, VALUES = MATRIX.reduce(1), MATRIX.reduce(0)
-
-_Operands = tuple[Array, Batch, Array, Projections, dict[str, Array]]
 
 
 def misfit(num_keys: int, num_values: int) -> str | None:
@@ -71,9 +69,7 @@ def time_mix(
     fault = misfit(*arena.shape[3:])
     if fault is not None:
         raise ValueError(fault)
-    small = {name: in_stack(weight) for name, weight in sorted({**params, **ln_x}.items())}
-    where = places(list(small.values()), layer)
-    stacks = {name: weight.stack for name, weight in small.items()}
+    stacks, where = stacks_and_places(params, ln_x, layer)
     result: tuple[Array, Array] = _jitted(arena, batch, where, projections, stacks, variant, interpreted)
     return result
 
@@ -162,28 +158,10 @@ def _one_head(
 def _forward(
     arena: Array, batch: Batch, where: Array, projections: Projections, stacks: dict[str, Array],
     variant: Variant, interpreted: bool,
-) -> tuple[tuple[Array, Array], _Operands]:  # fmt: skip
+) -> tuple[tuple[Array, Array], Operands]:  # fmt: skip
     operands = (arena, batch, where, projections, stacks)
     return _time_mix(*operands, variant, interpreted), operands
 
 
-def _backward(
-    variant: Variant, interpreted: bool, operands: _Operands, cotangents: tuple[Array, Array]
-) -> tuple[object, ...]:
-    arena, batch, where, projections, stacks = operands
-    own = slice(batch.read_slots.shape[0])  # rows beyond the batch's have no meaning and no gradient
-
-    def by_xla(arena: Array, projections: Projections, stacks: dict[str, Array]) -> tuple[Array, Array]:
-        projections = jax.tree.map(lambda x: x[own], projections)
-        small = {name: stacks[name][place] for name, place in zip(sorted(stacks), where, strict=False)}
-        ln_x = {name: small.pop(name) for name in ("scale", "bias")}
-        return xla.time_mix(arena, where[-1], batch, projections, small, ln_x, variant)
-
-    _, pull_back = jax.vjp(by_xla, arena, projections, stacks)
-    of_arena, *of_others = pull_back((cotangents[0][own], cotangents[1]))
-    no_batch, nowhere = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (batch, where))
-    return of_arena, no_batch, nowhere, *of_others
-
-
-_time_mix.defvjp(_forward, _backward)
+_time_mix.defvjp(_forward, backward)
 _jitted = jax.jit(_time_mix, static_argnums=(5, 6))  # so that a model's equal layers are lowered once

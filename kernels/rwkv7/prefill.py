@@ -27,7 +27,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
@@ -54,8 +53,9 @@ from wkvm_jax.kernels.pallas import (
     wait_for_sent,
 )
 from wkvm_jax.kernels.rwkv7 import xla
+from wkvm_jax.kernels.rwkv7.gradient import Operands, backward, stacks_and_places
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant, as_state
-from wkvm_jax.kernels.stacked import Weights, in_stack, places
+from wkvm_jax.kernels.stacked import Weights
 from wkvm_jax.state import Batch
 
 CHUNK = 64
@@ -71,8 +71,6 @@ other in a multiprocessor."""
 SQUARE = (CHUNK, CHUNK)
 MATRIX = plgpu.Layout.WGMMA
 ROWS, COLUMNS = MATRIX.reduce(1), MATRIX.reduce(0)
-
-_Operands = tuple[Array, Batch, Array, Projections, dict[str, Array]]
 
 
 def serves(arena: Float[Array, "s l h k v"], projections: Projections) -> bool:
@@ -95,9 +93,7 @@ def time_mix(
     interpreted: bool,
 ) -> tuple[Float[Array, "b t hv"], Float[Array, "s l h k v"]]:
     """As `api.time_mix` says, for many tokens a row; gradients are those of the XLA path."""
-    small = {name: in_stack(weight) for name, weight in sorted({**params, **ln_x}.items())}
-    where = places(list(small.values()), layer)
-    stacks = {name: weight.stack for name, weight in small.items()}
+    stacks, where = stacks_and_places(params, ln_x, layer)
     result: tuple[Array, Array] = _jitted(arena, batch, where, projections, stacks, variant, interpreted)
     return result
 
@@ -353,26 +349,10 @@ def _carry_on(
 def _forward(
     arena: Array, batch: Batch, where: Array, projections: Projections, stacks: dict[str, Array],
     variant: Variant, interpreted: bool,
-) -> tuple[tuple[Array, Array], _Operands]:  # fmt: skip
+) -> tuple[tuple[Array, Array], Operands]:  # fmt: skip
     operands = (arena, batch, where, projections, stacks)
     return _time_mix(*operands, variant, interpreted), operands
 
 
-def _backward(
-    variant: Variant, interpreted: bool, operands: _Operands, cotangents: tuple[Array, Array]
-) -> tuple[object, ...]:
-    arena, batch, where, projections, stacks = operands
-
-    def by_xla(arena: Array, projections: Projections, stacks: dict[str, Array]) -> tuple[Array, Array]:
-        small = {name: stacks[name][place] for name, place in zip(sorted(stacks), where, strict=False)}
-        ln_x = {name: small.pop(name) for name in ("scale", "bias")}
-        return xla.time_mix(arena, where[-1], batch, projections, small, ln_x, variant)
-
-    _, pull_back = jax.vjp(by_xla, arena, projections, stacks)
-    of_arena, *of_others = pull_back(cotangents)
-    no_batch, nowhere = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (batch, where))
-    return of_arena, no_batch, nowhere, *of_others
-
-
-_time_mix.defvjp(_forward, _backward)
+_time_mix.defvjp(_forward, backward)
 _jitted = jax.jit(_time_mix, static_argnums=(5, 6))  # so that a model's equal layers are lowered once
