@@ -72,9 +72,11 @@ def kernel(
     *,
     interpreted: bool,
     scratch: Sequence[Scratch] = (),
+    warpgroups: int = 1,
     fast_math: bool = False,
+    in_step: bool = True,
 ) -> Callable[..., list[Array]]:
-    """A kernel of one block of four warps a grid point.
+    """A kernel of one block a grid point.
 
     Args:
         name: as profiles show it.
@@ -83,7 +85,10 @@ def kernel(
         grid: the size of each of the grid's axes, by name.
         interpreted: run it in Python on a CPU.
         scratch: what each block gets of shared memory.
+        warpgroups: of four warps each, in a block; with several, the axis "warpgroup" tells them apart.
         fast_math: exponentials and divisions to within a few units of float32's last place.
+        in_step: the block's threads wait for each other before and after each store, so that each sees what
+            the others stored. Without, only `plgpu.commit_smem()` and sums over the block make them wait.
     """
 
     def named(*refs: object) -> None:
@@ -96,7 +101,9 @@ def kernel(
         scratch_types=list(scratch),  # type: ignore[arg-type]
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
-        compiler_params=plgpu.CompilerParams(approx_math=fast_math),
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name="warpgroup" if warpgroups > 1 else None,
+        compiler_params=plgpu.CompilerParams(approx_math=fast_math, unsafe_no_auto_barriers=not in_step),
         interpret=plgpu.InterpretGPUParams() if interpreted else None,
     )
     return made

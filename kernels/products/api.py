@@ -10,13 +10,14 @@ from jaxtyping import Array, Float
 from wkvm_jax.kernels.dispatch import Kernels
 from wkvm_jax.kernels.products import hopper, xla
 from wkvm_jax.kernels.products.operands import Product
+from wkvm_jax.kernels.products.tiles import ROW_MULTIPLE
 
 
 def products(jobs: Sequence[Product], *, kernels: Kernels, in_parts: bool = False) -> list[Array]:
     """The results of several independent products.
 
-    On Hopper, up to `hopper.MAX_ROWS` rows of 16-bit weights go through one launch that reads all weights at
-    the speed of memory; everything else is XLA's, a product at a time.
+    On Hopper, products with bfloat16 weights go through one launch, if their rows are a multiple of
+    `ROW_MULTIPLE`; everything else is XLA's, a product at a time.
 
     Args:
         jobs: the products; all have the same number of rows.
@@ -47,4 +48,4 @@ def padded_rows(num_rows: int, num_tokens: int, kernels: Kernels) -> int:
     """Rows that a step's activations should have, so that no product needs to pad them."""
     if num_tokens > 1 or kernels not in ("hopper", "hopper_interpreted"):
         return num_rows
-    return -(-num_rows // hopper.ROW_MULTIPLE) * hopper.ROW_MULTIPLE
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE

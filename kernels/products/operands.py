@@ -42,5 +42,14 @@ class Product:
     dtype: DTypeLike | None = None
 
     @property
+    def num_rows(self) -> int:
+        return self.x.shape[0] * self.x.shape[1]
+
+    @property
     def result_dtype(self) -> jnp.dtype:
         return jnp.dtype(self.weight.dtype if self.dtype is None else self.dtype)
+
+
+Launch = Callable[[list[Array], list[Array], Array], list[Array]]
+"""A kernel for products of some shapes. It takes rows as bfloat16, `[rows, in]`, stacks of weights, and the
+weights' places in them, and returns one `[part, rows, out]` a product."""

@@ -50,7 +50,7 @@ def _layer(rows: int, width: int, inner: int, ranks: tuple[int, int, int, int]) 
 
 TINY = _layer(8, 128, 256, (32, 32, 32, 64))
 PUBLISHED = tuple(
-    group for rows in (8, 32, 128, 256) for group in _layer(rows, 2048, 8192, (96, 96, 64, 256))
+    group for rows in (8, 32, 128, 256, 1024) for group in _layer(rows, 2048, 8192, (96, 96, 64, 256))
 )
 """The 1.5B model's layers; one row is padded to eight."""
 

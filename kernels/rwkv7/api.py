@@ -46,11 +46,11 @@ def time_mix(
 
     Gradients flow through every floating argument, on every platform as those of the XLA path.
     """
-    interpreted = kernels == "hopper_interpreted"
-    operands = (arena, batch, projections, params, ln_x, layer, variant, interpreted)
+    on_hopper, interpreted = kernels in ("hopper", "hopper_interpreted"), kernels == "hopper_interpreted"
+    operands = (arena, batch, projections, params, ln_x, layer, variant)
     if kernels != "xla" and projections.r.shape[1] == 1:
-        return mosaic_gpu.time_mix(*operands)
-    if kernels in ("hopper", "hopper_interpreted") and prefill.serves(arena, projections):
-        return prefill.time_mix(*operands)
+        return mosaic_gpu.time_mix(*operands, bulk=on_hopper, interpreted=interpreted)
+    if on_hopper and prefill.serves(arena, projections):
+        return prefill.time_mix(*operands, interpreted)
     params, ln_x = all_by_themselves(params), all_by_themselves(ln_x)
     return xla.time_mix(arena, layer, batch, projections, params, ln_x, variant)

@@ -81,6 +81,7 @@ def _mix(
         out_types,
         {"row": num_rows, "share": width // share},
         interpreted=interpreted,
+        in_step=False,  # a thread reads what it alone writes
     )
     added = None if parts is None else parts.reshape(-1, rows, width)
     slots = (batch.read_slots, batch.write_slots, batch.lengths)
@@ -115,26 +116,24 @@ def _one_share(
                 total = total + load(parts.at[part, row, columns], layout)
         return total
 
-    whole = summed(slice(None), _layout(width))
+    # All loads come before the first sum over the block: nothing can be loaded early across its barriers.
+    columns, layout = pl.ds(jax.lax.axis_index("share") * share, share), _layout(share)
+    own = summed(columns, layout)
+    whole = own if share == width else summed(slice(None), _layout(width))
+    before = load(previous.at[read_slots[row], layer, place, columns], layout)
+    of_norm = [load(weight.at[where[1 + number], columns], layout) for number, weight in enumerate(norm)]
+    taken = [load(mixes.at[where[0], index, columns], layout) for index in range(len(mixed))]
+
     mean = jnp.sum(whole) * (1 / width)
     centred = whole - mean
     scale = jax.lax.rsqrt(jnp.sum(centred * centred) * (1 / width) + eps)
-
-    columns, layout = pl.ds(jax.lax.axis_index("share") * share, share), _layout(share)
-    own = summed(columns, layout)
     x_out[row, columns] = own
-    of_norm = [
-        load(weight.at[where[1 + number], columns], layout).astype(jnp.float32)
-        for number, weight in enumerate(norm)
-    ]
-    y = (own - mean) * scale * of_norm[0]
+    y = (own - mean) * scale * of_norm[0].astype(jnp.float32)
     if len(of_norm) > 1:
-        y = y + of_norm[1]
-    before = load(previous.at[read_slots[row], layer, place, columns], layout)
+        y = y + of_norm[1].astype(jnp.float32)
     change = before - y
-    for index, out in enumerate(mixed):
-        taken = load(mixes.at[where[0], index, columns], layout).astype(jnp.float32)
-        out[row, columns] = (y + change * taken).astype(out.dtype)
+    for out, share_taken in zip(mixed, taken, strict=True):
+        out[row, columns] = (y + change * share_taken.astype(jnp.float32)).astype(out.dtype)
     last = jnp.where(broadcast(lengths[row] > 0, (share,)), y, before)
     previous[write_slots[row], layer, place, columns] = last
 

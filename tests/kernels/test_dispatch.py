@@ -61,7 +61,9 @@ def test_a_model_that_does_not_fit_runs_on_xla_unless_kernels_are_asked_for() ->
     fault = rwkv7.kernel_misfit(RWKV7_CONFIG)
     assert fault is not None and "num_keys=16 and num_values=32" in fault
     assert choose_kernels("auto", H200, misfit=fault) == choose_kernels("xla", H200, misfit=fault) == "xla"
-    with pytest.raises(KernelUnavailableError, match="heads must have a multiple of 8 keys and of 64 values"):
+    with pytest.raises(
+        KernelUnavailableError, match="heads must have a multiple of 64 keys and of 64 values"
+    ):
         choose_kernels("hopper", H200, misfit=fault)
     assert toy.TOY.kernel_misfit(toy.Config()) == "this family has no kernels yet"
 

@@ -37,7 +37,7 @@ def check(got: Array, wanted: Array) -> None:
     np.testing.assert_allclose(got, wanted, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [8, 24, 64, 136, 256])
+@pytest.mark.parametrize("rows", [8, 24, 64, 136, 256, 264])
 def test_a_group_of_unequal_products(rows: int) -> None:
     jobs = [
         make(256, 128, rows=rows),

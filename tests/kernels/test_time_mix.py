@@ -11,7 +11,7 @@ import pytest
 from jaxtyping import Array
 
 from wkvm_jax.kernels.dispatch import Kernels
-from wkvm_jax.kernels.rwkv7 import Projections, Variant, time_mix
+from wkvm_jax.kernels.rwkv7 import Projections, Variant, mosaic_gpu, time_mix
 from wkvm_jax.state import Batch
 
 LAYERS, LAYER, HEADS, WIDTH = 2, 1, 2, 64
@@ -110,6 +110,24 @@ def test_a_state_too_large_for_float16_stays_finite() -> None:
         _, after = run((arena, grown, params, ln_x), Variant(1e-5, False), kernels)
         written = np.asarray(after)[np.array(WRITE), LAYER]
         assert np.isfinite(written).all() and np.abs(written).max() == 65_504
+
+
+def test_without_bulk_copies_all_is_the_same() -> None:
+    arena, projections, params, ln_x = make(False, jnp.dtype(jnp.bfloat16))
+    operands = (arena, batch(), projections, params, ln_x, LAYER, Variant(1e-5, False))
+    (out, after), (wanted, wanted_after) = (
+        mosaic_gpu.time_mix(*operands, bulk=bulk, interpreted=True) for bulk in (False, True)
+    )
+    np.testing.assert_array_equal(np.asarray(out[:2]), np.asarray(wanted[:2]))
+    np.testing.assert_array_equal(np.asarray(after), np.asarray(wanted_after))
+
+
+def test_an_idle_row_hands_its_state_on_whatever_its_operands_hold() -> None:
+    arena, projections, params, ln_x = make(False, jnp.dtype(jnp.float32))
+    idle = LENGTHS.index(0)
+    poisoned = jax.tree.map(lambda x: x.at[idle].set(jnp.nan), projections)
+    _, after = run((arena, poisoned, params, ln_x), Variant(1e-5, False), "hopper_interpreted")
+    np.testing.assert_array_equal(after[WRITE[idle], LAYER], arena[READ[idle], LAYER])
 
 
 def test_nothing_else_in_the_arena_changes() -> None:
