@@ -17,6 +17,7 @@ from wkvm_jax.config import EngineConfig
 from wkvm_jax.engine.engine import Engine as RunningEngine
 from wkvm_jax.engine.request import SamplingParams
 from wkvm_jax.engine.step import Device, NewLanes, Sizes, StepRows
+from wkvm_jax.kernels.products import sparse_rows
 from wkvm_jax.models.model import Model
 from wkvm_jax.models.sizes import random_model
 from wkvm_jax.sampling import NUM_RESERVED_LANES, PADDING_LANE, LaneParams, idle_fields
@@ -27,10 +28,16 @@ from wkvm_jax.types import from_host
 
 @dataclasses.dataclass(frozen=True)
 class DecodeResult:
-    """One batch size's medians."""
+    """One batch size's medians.
+
+    Attributes:
+        dense_step_tokens_per_s: the bare step's, with weights that leave no row of the channel mix to skip;
+            None where none would be skipped.
+    """
 
     rows: int
     step_tokens_per_s: float
+    dense_step_tokens_per_s: float | None
     engine_tokens_per_s: float
     engine_share: float
     step_ms: float
@@ -45,6 +52,13 @@ def bench_decode(arguments: argparse.Namespace) -> int:
     results = [
         decode_speed(model, rows, arguments.steps, arguments.rounds, bytes_per_s) for rows in arguments.rows
     ]
+    if arguments.size is not None and model.kernels == "hopper":
+        few = [result for result in results if result.rows <= sparse_rows.MAX_ROWS]
+        without_zeros = chosen_model(arguments, ffn_zeros=0.5) if few else model
+        for result in few:
+            step_s = bare_step_s(without_zeros, result.rows, arguments.steps, arguments.rounds)
+            at = results.index(result)
+            results[at] = dataclasses.replace(result, dense_step_tokens_per_s=result.rows / step_s)
     memory = _memory(model, max(arguments.rows))
     if arguments.json:
         for result in results:
@@ -53,12 +67,19 @@ def bench_decode(arguments: argparse.Namespace) -> int:
     print(describe(model, arguments.rounds))
     print(
         f"{'rows':>5} {'step tok/s':>12} {'engine tok/s':>13} {'engine/step':>12} {'step ms':>9} "
-        f"{'floor ms':>9} {'x floor':>8}"
+        f"{'floor ms':>9} {'x floor':>8} {'dense tok/s':>12}"
     )
     for r in results:
+        dense = "" if r.dense_step_tokens_per_s is None else f"{r.dense_step_tokens_per_s:,.0f}"
         print(
             f"{r.rows:>5} {r.step_tokens_per_s:>12,.0f} {r.engine_tokens_per_s:>13,.0f} "
-            f"{r.engine_share:>11.0%} {r.step_ms:>9.2f} {r.floor_ms:>9.2f} {r.times_floor:>8.2f}"
+            f"{r.engine_share:>11.0%} {r.step_ms:>9.2f} {r.floor_ms:>9.2f} {r.times_floor:>8.2f} {dense:>12}"
+        )
+    if arguments.size is not None:
+        print(
+            f"weights: random, with {arguments.ffn_zeros:.0%} of the channel mix's squared relus zero, as in "
+            f"trained models; up to {sparse_rows.MAX_ROWS} rows the kernels for Hopper skip what meets only "
+            "zeros, and 'dense' is the step where they find nothing to skip"
         )
     print(
         f"memory: weights {memory['weights_mib']:.1f} MiB, a state {memory['state_mib']:.3f} MiB, "
@@ -70,7 +91,7 @@ def bench_decode(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def chosen_model(arguments: argparse.Namespace) -> Model:
+def chosen_model(arguments: argparse.Namespace, ffn_zeros: float | None = None) -> Model:
     """The model that the command line names, or one of the size that it names."""
     if arguments.size is not None:
         return random_model(
@@ -78,6 +99,7 @@ def chosen_model(arguments: argparse.Namespace) -> Model:
             arguments.dtype or "bfloat16",
             kernels=arguments.kernels,
             state_dtype=arguments.state_dtype,
+            ffn_zeros=arguments.ffn_zeros if ffn_zeros is None else ffn_zeros,
         )
     return load_chosen(arguments)
 
@@ -114,12 +136,20 @@ def decode_speed(model: Model, rows: int, steps: int, rounds: int, bytes_per_s: 
     return DecodeResult(
         rows=rows,
         step_tokens_per_s=step_rate,
+        dense_step_tokens_per_s=None,
         engine_tokens_per_s=engine_rate,
         engine_share=engine_rate / step_rate,
         step_ms=1e3 * step_s,
         floor_ms=1e3 * floor_s,
         times_floor=step_s / floor_s,
     )
+
+
+def bare_step_s(model: Model, rows: int, steps: int, rounds: int) -> float:
+    """Seconds of one bare step, a median over rounds."""
+    bare = BareStep(model, rows, 1 << (rows - 1).bit_length())
+    bare.seconds(4)
+    return statistics.median(bare.seconds(steps) for _ in range(rounds)) / steps
 
 
 class BareStep:

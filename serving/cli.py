@@ -240,6 +240,14 @@ def _add_bench_common(parser: argparse.ArgumentParser) -> None:
         choices=["0.1b", "0.4b", "1.5b", "2.9b", "7.2b"],
         help="in place of a model: random bfloat16 weights in the shape of the RWKV-7 model of this size",
     )
+    parser.add_argument(
+        "--ffn-zeros",
+        type=float,
+        default=0.87,
+        metavar="SHARE",
+        help="with --size: part of the channel mix's squared relus that is zero, 0.5 to 1; trained models "
+        "have 0.84 to 0.90 (default: 0.87)",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="rounds; medians are printed (default: 5)")
     parser.add_argument("--json", action="store_true", help="print JSON lines in place of a table")
 

@@ -43,7 +43,7 @@ ROWS = plgpu.Layout.TILED(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class Plan:
     """One product's share of the grid."""
 
     first_block: int
@@ -60,47 +60,52 @@ class _Plan:
         return self.num_column_blocks * self.num_parts
 
 
-def _plan(jobs: Sequence[Product], in_parts: bool) -> list[_Plan]:
-    columns = [cut(job.weight.shape[1], TILE) for job in jobs]
-    plans: list[_Plan] = []
-    for job, num_column_blocks in zip(jobs, columns, strict=True):
-        tiles = cut(job.weight.shape[0], TILE)
-        num_parts = 1
+def plan(jobs: Sequence[Product], in_parts: bool) -> list[Plan]:
+    """Each product's share of the grid, cut into parts as long as there are idle multiprocessors."""
+    num_column_blocks = sum(cut(job.weight.shape[1], TILE) for job in jobs)
+    plans: list[Plan] = []
+    for job in jobs:
+        tiles, num_parts = cut(job.weight.shape[0], TILE), 1
         while (
-            in_parts and sum(columns) * num_parts * 2 <= NUM_MULTIPROCESSORS and tiles % (num_parts * 2) == 0
+            in_parts
+            and num_column_blocks * num_parts * 2 <= NUM_MULTIPROCESSORS
+            and tiles % (num_parts * 2) == 0
         ):
             num_parts *= 2
-        share = TILE * tiles // num_parts
-        bytes_a_height = 2 * (job.num_rows + TILE)
-        fitting = SHARED_BYTES // (LEAST_STEPS_AHEAD * bytes_a_height)
-        height = next(height for height in STEP_HEIGHTS if share % height == 0 and height <= fitting)
-        ahead = min(MAX_STEPS_AHEAD, SHARED_BYTES // (height * bytes_a_height), max(2, share // height))
-        plan = _Plan(
-            first_block=plans[-1].first_block + plans[-1].num_blocks if plans else 0,
-            num_column_blocks=num_column_blocks,
-            num_parts=num_parts,
-            height=height,
-            steps=share // height,
-            steps_ahead=ahead,
-            swizzle=swizzle_width(job.weight.shape[1]),
-            activation=job.activation,
-        )
-        plans.append(plan)
+        plans.append(of_parts(job, num_parts, plans[-1].first_block + plans[-1].num_blocks if plans else 0))
     return plans
+
+
+def of_parts(job: Product, num_parts: int, first_block: int = 0) -> Plan:
+    """One product's share of the grid."""
+    share = TILE * cut(job.weight.shape[0], TILE) // num_parts
+    bytes_a_height = 2 * (job.num_rows + TILE)
+    fitting = SHARED_BYTES // (LEAST_STEPS_AHEAD * bytes_a_height)
+    height = next(height for height in STEP_HEIGHTS if share % height == 0 and height <= fitting)
+    return Plan(
+        first_block=first_block,
+        num_column_blocks=cut(job.weight.shape[1], TILE),
+        num_parts=num_parts,
+        height=height,
+        steps=share // height,
+        steps_ahead=min(MAX_STEPS_AHEAD, SHARED_BYTES // (height * bytes_a_height), max(2, share // height)),
+        swizzle=swizzle_width(job.weight.shape[1]),
+        activation=job.activation,
+    )
 
 
 def launch(jobs: Sequence[Product], *, in_parts: bool, interpreted: bool) -> Launch:
     """The kernel for products of these shapes."""
-    plans, rows = _plan(jobs, in_parts), jobs[0].num_rows
+    plans, rows = plan(jobs, in_parts), jobs[0].num_rows
     out_types = [
         jax.ShapeDtypeStruct((plan.num_parts, rows, plan.num_column_blocks * TILE), job.result_dtype)
         for plan, job in zip(plans, jobs, strict=True)
     ]
     grid = {"block": sum(plan.num_blocks for plan in plans)}
-    return kernel("products", by_block(_columns, plans), out_types, grid, interpreted=interpreted)
+    return kernel("products", by_block(columns, plans), out_types, grid, interpreted=interpreted)
 
 
-def _columns(x: Ref, stack: Ref, place: Array, out: Ref, plan: _Plan, index: Array) -> None:
+def columns(x: Ref, stack: Ref, place: Array, out: Ref, plan: Plan, index: Array) -> None:
     """64 columns of one product, or of one part of it."""
     part, column = index // plan.num_column_blocks, index % plan.num_column_blocks
     rows, first = x.shape[0], part * plan.steps

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from wkvm_jax.kernels.pallas import one_by_one
-from wkvm_jax.kernels.products import few_rows, many_rows, xla
+from wkvm_jax.kernels.products import few_rows, many_rows, sparse_rows, xla
 from wkvm_jax.kernels.products.operands import Activation, Launch, Product
 from wkvm_jax.kernels.products.tiles import ROW_MULTIPLE, TILE, swizzle_width
 from wkvm_jax.kernels.stacked import OfLayer, in_stack, places
@@ -27,9 +27,13 @@ def products(jobs: Sequence[Product], *, in_parts: bool, interpreted: bool) -> l
     """As `api.products` says."""
     weights = [in_stack(job.weight) for job in jobs]
     xs, stacks = [job.x for job in jobs], [weight.stack for weight in weights]
-    kinds = tuple((job.activation, job.result_dtype) for job in jobs)
+    kinds = tuple((job.activation, job.result_dtype, job.sparse_rows) for job in jobs)
     results: list[Array] = _jitted(xs, stacks, places(weights), kinds, in_parts, interpreted)
     return results
+
+
+Kinds = tuple[tuple[Activation, jnp.dtype, int | None], ...]
+"""Activation, dtype of the result, and rows that are sparse, of each product."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -37,20 +41,27 @@ def _products(
     xs: list[Array],
     stacks: list[Array],
     where: Array,
-    kinds: tuple[tuple[Activation, jnp.dtype], ...],
+    kinds: Kinds,
     in_parts: bool,
     interpreted: bool,
 ) -> list[Array]:
     jobs = [
-        Product(x, OfLayer(stack, 0), activation, jnp.float32 if in_parts else dtype)
-        for x, stack, (activation, dtype) in zip(xs, stacks, kinds, strict=True)
+        Product(x, OfLayer(stack, 0), activation, jnp.float32 if in_parts else dtype, sparse)
+        for x, stack, (activation, dtype, sparse) in zip(xs, stacks, kinds, strict=True)
     ]
-    kernel = few_rows if jobs[0].num_rows <= few_rows.MAX_ROWS else many_rows
-    launch: Launch = kernel.launch(jobs, in_parts=in_parts, interpreted=interpreted)
-    outs = one_by_one(launch)([_rows_of_tiles(job) for job in jobs], stacks, where)
+    run = _launch(jobs, in_parts, interpreted)
+    outs = one_by_one(run)([_rows_of_tiles(job) for job in jobs], stacks, where)
     lead = jobs[0].x.shape[:2]
     shaped = [out.reshape(out.shape[0], *lead, out.shape[-1]) for out in outs]
     return shaped if in_parts else [out[0] for out in shaped]
+
+
+def _launch(jobs: Sequence[Product], in_parts: bool, interpreted: bool) -> Launch:
+    """The kernel for products of these shapes."""
+    if in_parts and sparse_rows.serves(jobs):
+        return sparse_rows.launch(jobs, interpreted=interpreted)
+    kernel = few_rows if jobs[0].num_rows <= few_rows.MAX_ROWS else many_rows
+    return kernel.launch(jobs, in_parts=in_parts, interpreted=interpreted)
 
 
 def _rows_of_tiles(job: Product) -> Float[Array, "rows j"]:
@@ -63,12 +74,12 @@ def _by_xla(
     xs: list[Array],
     stacks: list[Array],
     where: Array,
-    kinds: tuple[tuple[Activation, jnp.dtype], ...],
+    kinds: Kinds,
     in_parts: bool,
 ) -> list[Float[Array, "b t o"]]:
     return [
         xla.product(Product(x, stack[place], activation, jnp.float32 if in_parts else dtype))
-        for x, stack, place, (activation, dtype) in zip(xs, stacks, where, kinds, strict=True)
+        for x, stack, place, (activation, dtype, _) in zip(xs, stacks, where, kinds, strict=True)
     ]
 
 
@@ -76,14 +87,14 @@ _Operands = tuple[list[Array], list[Array], Array]
 
 
 def _forward(
-    xs: list[Array], stacks: list[Array], where: Array, kinds: tuple[tuple[Activation, jnp.dtype], ...],
+    xs: list[Array], stacks: list[Array], where: Array, kinds: Kinds,
     in_parts: bool, interpreted: bool,
 ) -> tuple[list[Array], _Operands]:  # fmt: skip
     return _products(xs, stacks, where, kinds, in_parts, interpreted), (xs, stacks, where)
 
 
 def _backward(
-    kinds: tuple[tuple[Activation, jnp.dtype], ...], in_parts: bool, interpreted: bool,
+    kinds: Kinds, in_parts: bool, interpreted: bool,
     operands: _Operands, cotangents: list[Array],
 ) -> tuple[list[Array], list[Array], np.ndarray]:  # fmt: skip
     xs, stacks, where = operands

@@ -34,12 +34,15 @@ class Product:
         weight: `[in, out]`, by itself or in a stack.
         activation: applied to the float32 sums.
         dtype: of the result; None is the weight's.
+        sparse_rows: x has many zeros, and of its rows only the first so many count; None promises nothing.
+            Rows of the weight that meet only zeros may be skipped.
     """
 
     x: Float[Array, "b t i"]
     weight: Weight
     activation: Activation = "none"
     dtype: DTypeLike | None = None
+    sparse_rows: int | None = None
 
     @property
     def num_rows(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 from jaxtyping import Array
 
 from wkvm_jax.kernels.dispatch import Kernels
-from wkvm_jax.kernels.products import Product, hopper, padded_rows, products
+from wkvm_jax.kernels.products import Product, hopper, padded_rows, products, sparse_rows
 from wkvm_jax.kernels.products.operands import ACTIVATIONS, Activation
 
 INTERPRETED: Kernels = "hopper_interpreted"
@@ -85,6 +85,28 @@ def test_float32_weights_are_left_to_xla() -> None:
     job = Product(jnp.ones((8, 1, 64)), jnp.ones((64, 64)))
     assert not hopper.serves([job])
     assert products([job], kernels=INTERPRETED)[0].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("counted", "zeros"), [(1, 0.87), (3, 0.9), (4, 0.3), (2, 1.0), (1, 0.0)], ids=lambda x: str(x)
+)
+def test_rows_of_a_weight_that_meet_only_zeros_are_skipped(counted: int, zeros: float) -> None:
+    """Their values do not matter, be they NaN, and neither do rows that do not count."""
+    rng = np.random.default_rng(0)
+    x = np.square(rng.standard_normal((8, 1, 1024))) * (rng.random((8, 1, 1024)) >= zeros)
+    x[counted:] = np.nan
+    weight = rng.standard_normal((1024, 128)) / 32
+    used = (x[:counted, 0] != 0).any(axis=0)
+    assert (zeros > 0) == bool((~used).any())
+    job = Product(jnp.asarray(x, jnp.bfloat16), jnp.asarray(weight, jnp.bfloat16), sparse_rows=counted)
+    assert sparse_rows.serves([job])
+    (parts,), (whole,) = (products([job], kernels=k, in_parts=True) for k in (INTERPRETED, "xla"))
+    np.testing.assert_allclose(parts.sum(0)[:counted], whole[0, :counted], rtol=1e-5, atol=1e-5)
+    if zeros > 0.5:
+        poisoned = jnp.asarray(np.where(used[:, None], weight, np.nan), jnp.bfloat16)
+        poisoned_job = Product(job.x, poisoned, sparse_rows=counted)
+        (same,) = products([poisoned_job], kernels=INTERPRETED, in_parts=True)
+        np.testing.assert_array_equal(same[:, :counted], parts[:, :counted])
 
 
 @pytest.mark.parametrize("in_parts", [True, False])

@@ -23,7 +23,8 @@ def test_sizes_are_those_of_the_published_models(size: str) -> None:
     assert count == pytest.approx(PUBLISHED_MILLIONS[size], rel=2e-3)
 
 
-def test_a_random_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = dataclasses.replace(
         sizes.SIZES["0.1b"],
         vocab_size=96,
@@ -32,7 +33,10 @@ def test_a_random_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         num_layers=2,
         intermediate_size=256,
     )
-    monkeypatch.setattr(sizes, "SIZES", {"tiny": tiny})
+    monkeypatch.setattr(sizes, "SIZES", sizes.SIZES | {"tiny": tiny})
+
+
+def test_a_random_model_runs() -> None:
     model, same = sizes.random_model("tiny"), sizes.random_model("tiny")
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(model.params))
     jax.tree.map(np.testing.assert_array_equal, model.params, same.params)
@@ -43,3 +47,20 @@ def test_a_random_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_size_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"size='3b' must be one of 0\.1b, 0\.4b"):
         sizes.random_model("3b")
+
+
+@pytest.mark.parametrize("share", [0.5, 0.87])
+def test_so_many_squared_relus_are_zero(share: float) -> None:
+    model = sizes.random_model("tiny", jnp.float32, kernels="xla", ffn_zeros=share)
+    state, tokens = model.init_state(16), jnp.arange(16 * 7).reshape(16, 7) % 96
+    before = model(tokens[:, :-1], state)[1].leaves["shift"][-16:, :, 1]
+    after = model(tokens, state)[1].leaves["shift"][-16:, :, 1]
+    for layer, block in enumerate(model.params["blocks"]):
+        own, previous, weights = after[:, layer], before[:, layer], block["channel_mix"]
+        inner = (own + (previous - own) * weights["x_k"]) @ weights["key"]
+        assert float(jnp.mean(inner <= 0)) == pytest.approx(share, abs=0.06)
+
+
+def test_an_impossible_share_of_zeros_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ffn_zeros=1\.0 must be in"):
+        sizes.random_model("tiny", ffn_zeros=1.0)

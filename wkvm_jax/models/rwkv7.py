@@ -231,7 +231,9 @@ def forward(
         weights = block["channel_mix"]
         x, (mixed_key,) = mix(x, parts, layer, 1, block["ln2"], weights["x_k"])
         (inner,) = products([Product(mixed_key, weights["key"], "square_relu")], kernels=kernels)
-        (parts,) = products([Product(inner, weights["value"])], kernels=kernels, in_parts=True)
+        # Squared relus are mostly zeros in trained models.
+        value = Product(inner, weights["value"], sparse_rows=num_rows * num_tokens)
+        (parts,) = products([value], kernels=kernels, in_parts=True)
         parts = _of_all_devices(parts, model_axis)
     x = x if parts is None else x + jnp.sum(parts, axis=0)
     hidden = layer_norm(x[:num_rows], params["ln_out"], config.norm_eps)
