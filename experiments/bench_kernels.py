@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from wkvm_jax.kernels.dispatch import Kernels, choose_kernels
+from wkvm_jax.kernels.dispatch import Kernels, choose_kernels, interpreted
 from wkvm_jax.kernels.products import Product, products
 from wkvm_jax.kernels.products import workloads as product_workloads
 from wkvm_jax.kernels.rwkv7 import Variant, time_mix, workloads
@@ -84,7 +84,7 @@ def layer_seconds(workload: workloads.Decode | workloads.Prefill, kernels: Kerne
 
 def product_seconds(group: product_workloads.Group, kernels: Kernels, rounds: int) -> float:
     """One group, on several sets of weights in turn, each waiting for the one before."""
-    num_calls = 2 if kernels == "hopper_interpreted" else CHAIN
+    num_calls = 2 if interpreted(kernels) else CHAIN
     num_sets = min(num_calls, -(-LEAST_BYTES // group.weight_bytes))
     stacks = [
         jnp.stack(weights)

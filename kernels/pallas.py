@@ -148,13 +148,19 @@ def broadcast(x: Array, shape: tuple[int, ...], axes: tuple[int, ...] = ()) -> A
 
 
 def fetch(source: Ref, target: Ref, arrived: Barrier) -> None:
-    """Begins to copy device memory to shared memory; `wait_for_fetched(arrived)` waits for it."""
+    """Begins to copy device memory to shared memory; `wait_for(arrived)` waits for it."""
     plgpu.copy_gmem_to_smem(source, target, arrived)  # type: ignore[arg-type]
 
 
-def wait_for_fetched(arrived: Barrier) -> None:
-    """Waits for all copies that count towards a barrier."""
+def wait_for(arrived: Barrier) -> None:
+    """Waits for all copies, or warpgroups, that count towards a barrier."""
     plgpu.barrier_wait(arrived)  # type: ignore[arg-type]
+
+
+def arrive(barrier: Barrier) -> None:
+    """Says that a warpgroup has come so far, having handed over what it stored."""
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(barrier)  # type: ignore[arg-type]
 
 
 def send(staged: Ref, target: Ref) -> None:

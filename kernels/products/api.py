@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.dispatch import Kernels, for_hopper, interpreted
 from wkvm_jax.kernels.products import hopper, xla
 from wkvm_jax.kernels.products.operands import Product
 from wkvm_jax.kernels.products.tiles import ROW_MULTIPLE
@@ -33,8 +33,8 @@ def products(jobs: Sequence[Product], *, kernels: Kernels, in_parts: bool = Fals
     """
     if in_parts and any(job.activation != "none" for job in jobs):
         raise ValueError("a product in parts has no activation")
-    if kernels in ("hopper", "hopper_interpreted") and hopper.serves(jobs):
-        return hopper.products(jobs, in_parts=in_parts, interpreted=kernels == "hopper_interpreted")
+    if for_hopper(kernels) and hopper.serves(jobs):
+        return hopper.products(jobs, in_parts=in_parts, interpreted=interpreted(kernels))
     if not in_parts:
         return [xla.product(job) for job in jobs]
     return [_one_part(job) for job in jobs]
@@ -46,6 +46,6 @@ def _one_part(job: Product) -> Float[Array, "1 b t o"]:
 
 def padded_rows(num_rows: int, num_tokens: int, kernels: Kernels) -> int:
     """Rows that a step's activations should have, so that no product needs to pad them."""
-    if num_tokens > 1 or kernels not in ("hopper", "hopper_interpreted"):
+    if num_tokens > 1 or not for_hopper(kernels):
         return num_rows
     return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE

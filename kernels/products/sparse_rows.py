@@ -1,16 +1,14 @@
 """A product of a few rows that are mostly zeros, as one Pallas Mosaic GPU kernel for Hopper.
 
 A row of the weight that meets only zeros adds nothing, and need not be read: exactly so, since what is
-skipped are products with zero. A block takes 128 columns of the weight and an eighth of its rows. It notes
-which of these meet anything, fetches those alone, each by its own bulk copy, and adds them up in ordinary
-arithmetic. Where too many meet something, one after the other is slower than all together, and the block
-streams its whole share through the tensor cores.
+skipped are products with zero. A block takes 128 columns of the weight and an eighth of its rows, and each of
+its warpgroups a quarter of these. A warpgroup lists the rows that meet anything, reads those alone, many at a
+time since their latencies are all that counts, and adds them up in ordinary arithmetic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,26 +17,24 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from wkvm_jax.kernels.pallas import Ref, fetch, kernel, load, wait_for_fetched
-from wkvm_jax.kernels.products import few_rows
+from wkvm_jax.kernels.pallas import Barrier, Ref, arrive, kernel, load, wait_for
 from wkvm_jax.kernels.products.operands import Launch, Product
-from wkvm_jax.kernels.products.tiles import TILE
 
 MAX_ROWS = 4
 """With more rows, their zeros rarely coincide: of rows with 87% zeros each, four leave 43% of a weight's."""
-COLUMNS, NUM_PARTS = 128, 8
-GROUP, MAX_GROUPS = 12, 32
-"""Fetched rows of the weight that are waited for together, and how many such groups find room."""
-WORTHWHILE = 3 / 8
-"""Part of a block's share that may meet anything for one row after the other to be quicker than all."""
-WORD, WARPS = 32, 4
-"""Bits that note which rows of the weight meet anything."""
+COLUMNS, NUM_PARTS, WARPGROUPS = 128, 8, 4
+AT_ONCE = 16
+"""Rows of the weight that are read together."""
+WARPS, WORD = 4, 32
+"""Which rows of the weight meet anything is noted in words of 32 bits."""
 
 BITS = plgpu.Layout.TILED(
-    fragmented_array.Tiling(((WARPS, WORD), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
+    fragmented_array.Tiling(((1, WORD), (1,))),
+    warp_dims=(fragmented_array.Replicated(WARPS),),
+    lane_dims=(-2,),
+    vector_dim=-1,
 )
-"""A word a warp at a time, its bits in neighbouring lanes."""
-ACROSS = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
+"""All words in each warp, their bits in neighbouring lanes."""
 
 
 def serves(jobs: Sequence[Product]) -> bool:
@@ -46,7 +42,7 @@ def serves(jobs: Sequence[Product]) -> bool:
     if len(jobs) != 1 or not 0 < (jobs[0].sparse_rows or 0) <= MAX_ROWS:
         return False
     height, width = jobs[0].weight.shape
-    return height % (NUM_PARTS * WARPS * WORD) == 0 and width % COLUMNS == 0
+    return height % (NUM_PARTS * WARPGROUPS * WORD) == 0 and width % COLUMNS == 0
 
 
 def launch(jobs: Sequence[Product], *, interpreted: bool) -> Launch:
@@ -55,102 +51,105 @@ def launch(jobs: Sequence[Product], *, interpreted: bool) -> Launch:
     height, width = job.weight.shape
     rows, counted = job.num_rows, job.sparse_rows
     assert counted is not None
+    num_words = height // NUM_PARTS // WARPGROUPS // WORD
     run = kernel(
         "sparse_product",
-        partial(_one_block, counted=counted, dense=few_rows.of_parts(job, NUM_PARTS)),
+        _one_block,
         [jax.ShapeDtypeStruct((NUM_PARTS, rows, width), jnp.float32)],
         {"part": NUM_PARTS, "column": width // COLUMNS},
         scratch=[
-            plgpu.SMEM((counted, height // NUM_PARTS), jnp.float32),
-            plgpu.SMEM((height // NUM_PARTS // WORD,), jnp.int32),
+            plgpu.SMEM((WARPGROUPS, counted, num_words, WORD), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, num_words), jnp.int32),
+            plgpu.SMEM((WARPGROUPS, num_words * WORD + AT_ONCE), jnp.int32),
+            plgpu.SMEM((WARPGROUPS, counted, COLUMNS), jnp.float32),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
+        warpgroups=WARPGROUPS,
         interpreted=interpreted,
+        in_step=False,
     )
 
     def with_words(xs: list[Array], stacks: list[Array], where: Array) -> list[Array]:
         (x,), (stack,) = xs, stacks
-        return run(x, x.reshape(rows, height // WORD, WORD), stack, where)
+        return run(x.reshape(rows, height // WORD, WORD), stack, where)
 
     return with_words
 
 
 def _one_block(
-    x: Ref, words: Ref, stack: Ref, where: Ref, out: Ref, own: Ref, meeting: Ref,
-    *, counted: int, dense: few_rows.Plan,
+    x: Ref, stack: Ref, where: Ref, out: Ref,
+    shares: Ref, bits: Ref, lists: Ref, sums: Ref, all_summed: Barrier,
 ) -> None:  # fmt: skip
-    """The kernel; `own` gets the block's share of x, `meeting` bits for those columns of it that have any."""
+    """The kernel, on x in words. Shared memory holds each warpgroup's share of x, bits, list, and sums."""
     part, column = jax.lax.axis_index("part"), jax.lax.axis_index("column")
-    place, (num_words,) = where[0], meeting.shape
-    of_words = pl.ds(part * num_words, num_words)
-    share = pl.ds(part * num_words * WORD, num_words * WORD)
-    met = plgpu.layout_cast(jnp.zeros((num_words, WORD), jnp.int32), BITS)
-    for row in range(counted):
-        values = load(words.at[row, of_words], BITS)
-        met = jnp.where(values != 0, 1, met)
-        own[row] = load(x.at[row, share], plgpu.Layout.WG_STRIDED(own.shape[1:], vec_size=1)).astype(
-            jnp.float32
-        )
-    bit = plgpu.broadcasted_iota(jnp.int32, met.shape, 1, layout=BITS)
-    meeting[...] = jnp.sum(jax.lax.shift_left(met, bit), axis=1)
-    number = jnp.sum(jnp.sum(met, axis=1))
-
-    def gather() -> None:
-        pl.run_scoped(
-            partial(_gathered, own, meeting, stack, place, part, column, out),
-            plgpu.SMEM((MAX_GROUPS * GROUP, COLUMNS), stack.dtype),
-            plgpu.SMEM((MAX_GROUPS * GROUP,), jnp.int32),
-            plgpu.Barrier(num_arrivals=GROUP, num_barriers=MAX_GROUPS),
-        )
-
-    def stream() -> None:
-        for side in range(COLUMNS // TILE):
-            index = part * dense.num_column_blocks + column * (COLUMNS // TILE) + side
-            few_rows.columns(x, stack, place, out, dense, index)
-
-    few = number <= min(MAX_GROUPS * GROUP, int(WORTHWHILE * own.shape[1]))
-    pl.when(few)(gather)
-    pl.when(~few)(stream)
-
-
-def _gathered(
-    own: Ref, meeting: Ref, stack: Ref, place: Array, part: Array, column: Array, out: Ref,
-    fetched: Ref, listed: Ref, arrived: Ref,
-) -> None:  # fmt: skip
-    """The sums over those rows of the weight alone that meet anything."""
-    counted, height = own.shape
-    columns = pl.ds(column * COLUMNS, COLUMNS)
-
-    def fetch_next(row: Array, number: Array) -> None:
-        listed[number] = row
-        source = stack.at[place, part * height + row, columns]
-        fetch(source, fetched.at[number], arrived.at[number // GROUP])
-
-    def of_word(word: Array, number: Array) -> Array:
-        def fetch_lowest(state: tuple[Array, Array]) -> tuple[Array, Array]:
-            bits, number = state
-            lowest = bits & -bits
-            fetch_next(word * WORD + (WORD - 1) - jax.lax.clz(lowest), number)
-            return bits ^ lowest, number + 1
-
-        return jax.lax.while_loop(lambda state: state[0] != 0, fetch_lowest, (meeting[word], number))[1]
-
-    number = jax.lax.fori_loop(0, meeting.shape[0], of_word, jnp.int32(0))
-    num_groups = (number + GROUP - 1) // GROUP
-    # The last group is filled up with rows that are fetched and not added.
-    jax.lax.fori_loop(number, num_groups * GROUP, lambda at, _: fetch_next(listed[number - 1], at), None)
+    warpgroup = jax.lax.axis_index("warpgroup")
+    own_x, own_bits, own_list = (ref.at[warpgroup] for ref in (shares, bits, lists))
+    counted, num_words, _ = own_x.shape
+    number = part * WARPGROUPS + warpgroup
+    _note(x, number, own_x, own_bits)
+    plgpu.commit_smem()
+    num_listed = _list(own_bits, own_list)
     plgpu.commit_smem()
 
-    def add_group(group: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        wait_for_fetched(arrived.at[group])
-        for index in range(GROUP):
-            at = group * GROUP + index
-            row = listed[at]
-            weights = load(fetched.at[at], ACROSS).astype(jnp.float32)
-            taken = [jnp.where(at < number, own[r, row], 0.0) for r in range(counted)]
-            sums = tuple(total + weights * x for total, x in zip(sums, taken, strict=True))
-        return sums
+    place, columns = where[0], pl.ds(column * COLUMNS, COLUMNS)
+    one_each = plgpu.Layout.WG_STRIDED((COLUMNS,), vec_size=1)
 
-    nothing = tuple(plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), ACROSS) for _ in range(counted))
-    sums = jax.lax.fori_loop(0, num_groups, add_group, nothing)
-    for row, total in enumerate(sums):
-        out[part, row, columns] = total
+    def add(batch: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        for index in range(AT_ONCE):
+            at = batch * AT_ONCE + index
+            row = own_list[at]
+            word = jax.lax.shift_right_logical(row, WORD.bit_length() - 1)
+            weights = load(stack.at[place, number * num_words * WORD + row, columns], one_each).astype(
+                jnp.float32
+            )
+            taken = (
+                jnp.where(at < num_listed, own_x[r, word, row & (WORD - 1)], 0.0) for r in range(counted)
+            )
+            totals = tuple(total + weights * value for total, value in zip(totals, taken, strict=True))
+        return totals
+
+    nothing = plgpu.layout_cast(jnp.zeros((COLUMNS,), jnp.float32), one_each)
+    num_batches = (num_listed + AT_ONCE - 1) // AT_ONCE
+    totals = jax.lax.fori_loop(0, num_batches, add, (nothing,) * counted)
+    for r, total in enumerate(totals):
+        sums[warpgroup, r] = total
+    arrive(all_summed)
+
+    @pl.when(warpgroup == 0)
+    def _of_all() -> None:
+        wait_for(all_summed)
+        for r in range(counted):
+            of_all = (load(sums.at[each, r], one_each) for each in range(WARPGROUPS))
+            out[part, r, columns] = sum(of_all, nothing)
+
+
+def _note(x: Ref, number: Array, own_x: Ref, own_bits: Ref) -> None:
+    """A warpgroup's share of the rows, and a bit for each column of it that is not all zeros."""
+    counted, num_words, _ = own_x.shape
+    meets = plgpu.layout_cast(jnp.zeros((num_words, WORD), jnp.int32), BITS)
+    for r in range(counted):
+        values = load(x.at[r, pl.ds(number * num_words, num_words)], BITS).astype(jnp.float32)
+        meets = jnp.where(values != 0, 1, meets)
+        own_x[r] = values
+    bit = plgpu.broadcasted_iota(jnp.int32, meets.shape, 1, layout=BITS)
+    own_bits[...] = jnp.sum(jax.lax.shift_left(meets, bit), axis=1)
+
+
+def _list(own_bits: Ref, own_list: Ref) -> Array:
+    """Lists the numbers of the bits that are set, and some more to fill up a batch; returns how many are."""
+
+    def of_word(word: Array, num_listed: Array) -> Array:
+        def lowest_first(state: tuple[Array, Array]) -> tuple[Array, Array]:
+            left, num_listed = state
+            lowest = left & -left
+            own_list[num_listed] = word * WORD + (WORD - 1) - jax.lax.clz(lowest)
+            return left ^ lowest, num_listed + 1
+
+        return jax.lax.while_loop(lambda state: state[0] != 0, lowest_first, (own_bits[word], num_listed))[1]
+
+    num_listed = jax.lax.fori_loop(0, own_bits.shape[0], of_word, jnp.int32(0))
+    plgpu.commit_smem()
+    last = own_list[jnp.maximum(num_listed - 1, 0)]
+    for index in range(AT_ONCE - 1):
+        own_list[num_listed + index] = last
+    return num_listed

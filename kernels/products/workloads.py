@@ -65,14 +65,9 @@ def make_weights(group: Group, seed: int = 0) -> list[Array]:
 
 
 def make_jobs(group: Group, weights: list[Array], seed: int = 1) -> list[Product]:
-    """The group's products; those of equal height share their rows."""
-    heights = sorted({height for height, _, _ in group.shapes})
-    keys = dict(zip(heights, jax.random.split(jax.random.key(seed), len(heights)), strict=True))
-    xs = {
-        height: jax.random.normal(key, (group.rows, 1, height)).astype(jnp.bfloat16)
-        for height, key in keys.items()
-    }
+    """The group's products, each with rows of its own as in a layer."""
+    keys = jax.random.split(jax.random.key(seed), len(group.shapes))
     return [
-        Product(xs[height], weight, activation)
-        for weight, (height, _, activation) in zip(weights, group.shapes, strict=True)
+        Product(jax.random.normal(key, (group.rows, 1, height)).astype(jnp.bfloat16), weight, activation)
+        for key, weight, (height, _, activation) in zip(keys, weights, group.shapes, strict=True)
     ]

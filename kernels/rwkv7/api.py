@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.dispatch import Kernels, for_hopper, interpreted
 from wkvm_jax.kernels.rwkv7 import mosaic_gpu, prefill, xla
 from wkvm_jax.kernels.rwkv7.operands import Projections, Variant
 from wkvm_jax.kernels.stacked import Weights, all_by_themselves
@@ -46,11 +46,10 @@ def time_mix(
 
     Gradients flow through every floating argument, on every platform as those of the XLA path.
     """
-    on_hopper, interpreted = kernels in ("hopper", "hopper_interpreted"), kernels == "hopper_interpreted"
     operands = (arena, batch, projections, params, ln_x, layer, variant)
     if kernels != "xla" and projections.r.shape[1] == 1:
-        return mosaic_gpu.time_mix(*operands, bulk=on_hopper, interpreted=interpreted)
-    if on_hopper and prefill.serves(arena, projections):
-        return prefill.time_mix(*operands, interpreted)
+        return mosaic_gpu.time_mix(*operands, bulk=for_hopper(kernels), interpreted=interpreted(kernels))
+    if for_hopper(kernels) and prefill.serves(arena, projections):
+        return prefill.time_mix(*operands, interpreted(kernels))
     params, ln_x = all_by_themselves(params), all_by_themselves(ln_x)
     return xla.time_mix(arena, layer, batch, projections, params, ln_x, variant)

@@ -37,7 +37,7 @@ from wkvm_jax.kernels.pallas import (
     kernel,
     load,
     send,
-    wait_for_fetched,
+    wait_for,
     wait_for_sent,
 )
 from wkvm_jax.kernels.rwkv7 import xla
@@ -191,7 +191,7 @@ def _one_head(
     hand_over()
     target = after
     if bulk:
-        wait_for_fetched(arrived)
+        wait_for(arrived)
         before = target = tile
 
     steps = [pl.ds(start, KEY_STEP) for start in range(0, num_keys, KEY_STEP)]

@@ -49,7 +49,7 @@ from wkvm_jax.kernels.pallas import (
     send,
     swizzled,
     tile,
-    wait_for_fetched,
+    wait_for,
     wait_for_sent,
 )
 from wkvm_jax.kernels.rwkv7 import xla
@@ -167,7 +167,7 @@ def _sum_up(
             vector = load(small[name].at[where[lies_at[name]], channels], COLUMNS).astype(jnp.float32)
             return broadcast(vector, SQUARE, (1,))
 
-        wait_for_fetched(arrived)
+        wait_for(arrived)
         at = (row, chunk, head)
         targets = [ref.at[at] for ref in (reads, local, bonus, change, fresh, kept)]
         _one_chunk(landed, tiles[len(projected) :], of_channels, num_counted, targets, variant, product)

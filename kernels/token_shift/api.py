@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
-from wkvm_jax.kernels.dispatch import Kernels
+from wkvm_jax.kernels.dispatch import Kernels, interpreted
 from wkvm_jax.kernels.stacked import Weight, Weights, all_by_themselves, by_itself
 from wkvm_jax.kernels.token_shift import mosaic_gpu, xla
 from wkvm_jax.state import Batch, read_rows, write_rows
@@ -26,7 +26,7 @@ class TokenShift:
 
     def __init__(self, leaf: Float32[Array, "s l place d"], batch: Batch, kernels: Kernels) -> None:
         self._leaf, self._batch = leaf, batch
-        self._interpreted = kernels == "hopper_interpreted"
+        self._interpreted = interpreted(kernels)
         one_token = batch.tokens.shape[1] == 1
         self._fused = kernels != "xla" and one_token and leaf.shape[-1] % mosaic_gpu.WIDTH_MULTIPLE == 0
         self._rows = None if self._fused else read_rows(leaf, batch)

@@ -1,4 +1,4 @@
-"""The kernels on each of several meshes of simulated devices, interpreted: greedy tokens of a few requests.
+"""Ampere's kernels on meshes of simulated devices, interpreted: greedy tokens of a few requests.
 
 Run in a process of its own, since the number of devices is fixed once JAX has started. Prints one JSON
 object: a mesh's shape to the tokens.
@@ -29,13 +29,13 @@ def main(dtype: str, shapes: list[list[int]]) -> dict[str, list[list[int]]]:
     params = jax.tree.map(
         lambda leaf: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), dtype), rwkv7.param_spec(CONFIG)
     )
-    model = Model(RWKV7, CONFIG, params, kernels="hopper_interpreted")
+    model = Model(RWKV7, CONFIG, params, kernels="ampere_interpreted")
     config = EngineConfig(num_slots=8, max_rows=4, prefill_chunks=(8,))
     told = {}
     for shape in [None, *shapes]:
         mesh = None if shape is None else jax.make_mesh(tuple(shape), ("data", "model"))
         with Engine(model, config=config, mesh=mesh) as engine:
-            outputs = engine.generate([[1, 2, 3], [4], [5, 6]], max_tokens=3, ignore_eos=True)
+            outputs = engine.generate([[1, 2, 3], [4], [5, 6]], max_tokens=2, ignore_eos=True)
             told[str(shape)] = [list(output.token_ids) for output in outputs]
     return told
 

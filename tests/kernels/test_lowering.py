@@ -19,7 +19,7 @@ def lower(function: object, *arguments: object) -> str:
     return jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-FEW_AND_MANY = [group for group in product_workloads.PUBLISHED if group.rows in (8, 256)]
+FEW_AND_MANY = [group for group in product_workloads.PUBLISHED if group.rows in (8, 256, 1024)]
 
 
 @pytest.mark.parametrize("group", FEW_AND_MANY, ids=lambda g: f"{g.rows} {g.name}")
