@@ -25,6 +25,7 @@ from http import HTTPStatus
 from types import MappingProxyType
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
@@ -47,7 +48,7 @@ from wkvm_jax.serving.completions import Completions
 from wkvm_jax.serving.engine_loop import EngineLoop, UnreadStreamError
 from wkvm_jax.serving.health import health
 from wkvm_jax.serving.interface import ServedEngine
-from wkvm_jax.serving.openapi import COMPLETION_ANSWER, COMPLETION_BODY, describe, error_answers
+from wkvm_jax.serving.openapi import COMPLETION_ANSWER, body_of, describe, error_answers
 from wkvm_jax.serving.protocol import (
     BodyError,
     BodyTimeoutError,
@@ -59,7 +60,9 @@ from wkvm_jax.serving.protocol import (
     ModelCard,
     ModelList,
     ModelNotFoundError,
+    query_error,
 )
+from wkvm_jax.serving.states import states_router
 
 DEFAULT_MAX_TOKENS_LIMIT = 32_768
 DEFAULT_MAX_BODY_BYTES = 8 << 20
@@ -165,7 +168,7 @@ class ErrorBoundary:
 
 
 async def _answer_error(_: Request, error: Exception) -> Response:
-    return error_answer(error)
+    return error_answer(query_error(error) if isinstance(error, RequestValidationError) else error)
 
 
 def create_app(
@@ -202,13 +205,14 @@ def create_app(
     app.add_middleware(ErrorBoundary)
     app.add_exception_handler(HTTPException, _answer_error)
     app.add_exception_handler(WkvmError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_error)
 
     @app.post(
         "/v1/completions",
         summary="Continue prompts",
         response_model=Completion,
         responses={200: COMPLETION_ANSWER, **error_answers(400, 404, 408, 413, 429, 500, 503)},
-        openapi_extra=COMPLETION_BODY,
+        openapi_extra=body_of("CompletionRequest"),
     )
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, max_body_bytes)
@@ -228,5 +232,6 @@ def create_app(
     async def get_health() -> Health:
         return health(engine)
 
+    app.include_router(states_router(engine, engine_loop, max_body_bytes))
     describe(app)
     return app

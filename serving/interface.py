@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from wkvm_jax.engine.request import Request, SamplingParams
+from wkvm_jax.store.records import Record
 
 
 class TextTokenizer(Protocol):
@@ -63,31 +64,42 @@ class SlotCount(Protocol):
     def free(self) -> int: ...
 
 
-class StateRecord(Protocol):
-    """What is known of a kept state."""
-
-    @property
-    def handle(self) -> str: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def durable(self) -> bool: ...
-
-
 class States(Protocol):
-    """Kept states by handle."""
+    """Kept states by handle; `wkvm_jax.engine.states.StateStore` says what each call does."""
 
-    def get(self, handle: str, /) -> StateRecord:
+    def get(self, handle: str, /) -> Record:
         """The record of `handle`; `UnknownHandleError` if there is none."""
+        ...
+
+    def list(self, *, name: str | None = None, tag: str | None = None) -> Sequence[Record]:
+        """Records in order of creation."""
+        ...
+
+    def lineage(self, handle: str, /) -> tuple[Sequence[Record], Sequence[tuple[str, str]]]:
+        """What a state came from, and (parent, child) edges."""
+        ...
+
+    def fork(self, handle: str, name: str, n: int, /) -> Record | Sequence[Record]:
+        """Further names for a state."""
+        ...
+
+    def pin(self, handle: str, pinned: bool, /) -> Record:
+        """Protects a state from deletion, or ends that."""
+        ...
+
+    def tag(self, handle: str, tags: Sequence[str], /) -> Record:
+        """Replaces a state's tags."""
+        ...
+
+    def delete(self, handle: str, /) -> None:
+        """Forgets a state."""
         ...
 
 
 class ServedEngine(Protocol):
     """An engine, as the server sees it.
 
-    `submit`, `submit_choices`, `states.get`, `close` and `Request.cancel` may wait for a lock that the
+    `submit`, `submit_choices`, `states`, `close` and `Request.cancel` may wait for a lock that the
     engine's thread holds while it dispatches, so the server never calls them on the event loop.
     """
 

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from wkvm_jax.serving.protocol import CompletionRequest, ErrorResponse
+from wkvm_jax.serving.protocol import (
+    CompletionRequest,
+    ErrorResponse,
+    ForkRequest,
+    NewStateRequest,
+    StateChange,
+)
+
+_NOT_USED = ("HTTPValidationError", "ValidationError")
+"""What FastAPI would answer with to a wrong query, in place of the error object."""
 
 _REFERENCE = "#/components/schemas/{model}"
 
@@ -67,6 +76,7 @@ _ERROR_EXAMPLES = {
         "model_not_found",
     ),
     408: ("the body did not arrive within 60 s", "invalid_request_error", None, "body_timeout"),
+    409: ("facts@1 is pinned; unpin it before deleting it", "invalid_request_error", "state", "state_pinned"),
     413: (
         "the body is longer than this server's limit of 8388608 bytes",
         "invalid_request_error",
@@ -78,17 +88,23 @@ _ERROR_EXAMPLES = {
     503: ("the engine is closed", "server_error", None, "unavailable"),
 }
 
-COMPLETION_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "application/json": {
-                "schema": {"$ref": _REFERENCE.format(model="CompletionRequest")},
-                "examples": _REQUEST_EXAMPLES,
-            }
-        },
-    }
+_EXAMPLES: Mapping[str, Mapping[str, object]] = {
+    "CompletionRequest": _REQUEST_EXAMPLES,
+    "NewStateRequest": {
+        "text": {"value": {"name": "facts", "prompt": "User: Mira's locker code is 4821.\nBot: Noted.\n"}},
+        "ids": {"value": {"name": "facts", "prompt_ids": [72, 101, 108, 108, 111]}},
+    },
+    "StateChange": {"pin": {"value": {"tags": ["nightly"], "pinned": True}}},
+    "ForkRequest": {"many": {"value": {"name": "branch", "n": 64}}},
 }
+
+
+def body_of(model: str) -> dict[str, object]:
+    """Describes the body of a call, which the server parses itself."""
+    schema = {"$ref": _REFERENCE.format(model=model)}
+    content = {"application/json": {"schema": schema, "examples": _EXAMPLES[model]}}
+    return {"requestBody": {"required": True, "content": content}}
+
 
 COMPLETION_ANSWER = {
     "description": "The completion, or with `stream` server-sent events whose pieces join to it.",
@@ -118,9 +134,15 @@ def describe(app: FastAPI) -> None:
             schema = get_openapi(
                 title=app.title, version=app.version, description=app.description, routes=app.routes
             )
-            body = CompletionRequest.model_json_schema(ref_template=_REFERENCE)
-            parts: Mapping[str, object] = body.pop("$defs", {})
-            schema["components"]["schemas"].update({**parts, "CompletionRequest": body})
+            for kind in (CompletionRequest, NewStateRequest, StateChange, ForkRequest):
+                body = kind.model_json_schema(ref_template=_REFERENCE)
+                parts: Mapping[str, object] = body.pop("$defs", {})
+                schema["components"]["schemas"].update({**parts, kind.__name__: body})
+            schema["components"]["schemas"] = {
+                name: part for name, part in schema["components"]["schemas"].items() if name not in _NOT_USED
+            }
+            for call in (call for path in schema["paths"].values() for call in path.values()):
+                call["responses"].pop("422", None)
             app.openapi_schema = schema
         return app.openapi_schema
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Annotated, Literal
 
+from fastapi.exceptions import RequestValidationError
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -33,7 +34,7 @@ from wkvm_jax.engine.request import (
     MAX_TOP_LOGPROBS,
 )
 from wkvm_jax.errors import RequestError, WkvmError
-from wkvm_jax.store.records import NAME_PATTERN
+from wkvm_jax.store.records import NAME_PATTERN, Record, Tier
 
 MAX_PROMPTS = 2048
 """Prompts in one request."""
@@ -71,6 +72,9 @@ _BIAS_KEY = re.compile(r"[0-9]{1,10}")
 _ABOUT_FIELDS = ("title", "description", "default")
 _NAME = NAME_PATTERN.pattern
 _TOKEN_ID_MAX = (1 << 31) - 1
+MAX_TAGS, MAX_TAG_LENGTH = 64, 256
+MAX_FORKS = 10_000
+"""Forks of one call, so that none holds the engine for long."""
 _COUNT_MAX = 1 << 30
 
 
@@ -133,6 +137,9 @@ def _biases(value: object) -> dict[int, float]:
 Prompts = Annotated[list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
 Stops = Annotated[list[str], PlainValidator(_stops), WithJsonSchema(_STOP_SCHEMA)]
 Biases = Annotated[dict[int, float], PlainValidator(_biases), WithJsonSchema(_BIAS_SCHEMA)]
+StateName = Annotated[str, Field(pattern=f"^{_NAME}$", description="Letters, digits, '.', '_' and '-'.")]
+Tag = Annotated[str, Field(min_length=1, max_length=MAX_TAG_LENGTH)]
+TokenId = Annotated[int, Field(ge=0, le=_TOKEN_ID_MAX)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -253,6 +260,48 @@ class CompletionRequest(_RequestBody):
         return self
 
 
+class NewStateRequest(_RequestBody):
+    """The body of `POST /v1/states`: one prompt, as text or as token ids."""
+
+    name: StateName
+    prompt: str | None = Field(None, min_length=1, description="Text. Nothing is prepended.")
+    prompt_ids: list[TokenId] | None = Field(None, min_length=1, description="In place of `prompt`.")
+    durable: bool = Field(False, description="Only false: this server keeps states in memory.")
+
+    def checked_prompt(self) -> str | list[int]:
+        """The prompt."""
+        if self.durable:
+            raise RequestError("durable", "durable=true is not supported: this server keeps states in memory")
+        given: list[str | list[int]] = [p for p in (self.prompt, self.prompt_ids) if p is not None]
+        if len(given) != 1:
+            raise RequestError("prompt", "give either prompt or prompt_ids")
+        return given[0]
+
+
+class StateChange(_RequestBody):
+    """The body of `PATCH /v1/states/{handle}`; what is absent stays as it is."""
+
+    tags: list[Tag] | None = Field(None, max_length=MAX_TAGS, description="Replaces all tags.")
+    pinned: bool | None = Field(None, description="A pinned state cannot be deleted.")
+
+
+class ForkRequest(_RequestBody):
+    """The body of `POST /v1/states/{handle}/fork`."""
+
+    name: StateName
+    n: int = Field(1, ge=1, le=MAX_FORKS, description="How many; they get successive versions of the name.")
+
+
+def parse[Body: _RequestBody](body: bytes, kind: type[Body]) -> Body:
+    """The request of a kind in `body`.
+
+    Raises:
+        BodyError: it is no JSON object.
+        RequestError: a field is wrong, which `param` names.
+    """
+    return _parse(body, kind.model_validate)
+
+
 def parse_completion(body: bytes) -> CompletionRequest:
     """The request in `body`.
 
@@ -276,6 +325,13 @@ def _parse[Body](body: bytes, validate: Callable[[object], Body]) -> Body:
         return validate(content)
     except ValidationError as error:
         raise _request_error(error) from error
+
+
+def query_error(error: RequestValidationError) -> RequestError:
+    """What is wrong with a call's query, under the name of its parameter."""
+    fault = error.errors()[0]
+    param = str(fault["loc"][-1])
+    return RequestError(param, f"{param}: {fault['msg'][0].lower()}{fault['msg'][1:]}")
 
 
 def _request_error(error: ValidationError) -> RequestError:
@@ -368,6 +424,53 @@ class Completion(BaseModel):
     state: StateInfo | None = Field(
         default=None, description="Only with `save_as`; in a stream with its last choice."
     )
+
+
+class StateView(BaseModel):
+    """What is known of a state. Only `tier`, `durable`, `tags` and `pinned` ever change."""
+
+    handle: str = Field(description="`name@version`; a bare name means its newest version.")
+    name: str
+    version: int
+    parents: list[str]
+    operation: str
+    params: dict[str, object]
+    num_tokens: int = Field(description="Tokens of the conversation, the pending one included.")
+    pending_token: int | None = Field(description="The last token, which the state has not consumed.")
+    fingerprint: str = Field(description="Of the model.")
+    dtype: str
+    bytes: int
+    tier: Tier
+    durable: bool
+    tags: list[str]
+    pinned: bool
+    created_s: float
+
+    @classmethod
+    def of(cls, record: Record) -> StateView:
+        """A record, as JSON has it."""
+        return cls(**{**vars(record), "parents": list(record.parents), "tags": list(record.tags)})
+
+
+class StateList(BaseModel):
+    """A page of states, in order of creation."""
+
+    data: list[StateView]
+    next: str | None = Field(description="What to give as `after` for the next page; null at the end.")
+
+
+class ForkAnswer(BaseModel):
+    """The new handles."""
+
+    handle: str = Field(description="The first of them.")
+    handles: list[str]
+
+
+class Lineage(BaseModel):
+    """States and who came from whom."""
+
+    nodes: list[StateView]
+    edges: list[tuple[str, str]] = Field(description="Pairs of parent and child.")
 
 
 class ModelCard(BaseModel):

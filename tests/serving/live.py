@@ -44,12 +44,13 @@ class LiveServer:
         assert response.status_code == 200, response.text
         return events_of(response)
 
-    def connect(self, **fields: object) -> socket.socket:
-        """A connection on which a completion was asked for and nothing was read."""
+    def connect(self, path: str = "/v1/completions", /, **fields: object) -> socket.socket:
+        """A connection on which a body was posted and nothing was read."""
         body = json.dumps(fields).encode()
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=10)
         connection.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            b"POST %b HTTP/1.1\r\nHost: test\r\nContent-Length: %d\r\n\r\n" % (path.encode(), len(body))
+            + body
         )
         return connection
 
