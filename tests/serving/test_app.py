@@ -116,7 +116,9 @@ def test_served_name_and_token_limit_are_options() -> None:
 def test_schema_describes_every_call(shared_live: LiveServer) -> None:
     schema = shared_live.client.get("/openapi.json").json()
     assert schema["openapi"].startswith("3.")
-    assert set(schema["paths"]) == {"/v1/completions", "/v1/models", "/v1/models/{model}", "/health"}
+    states = {f"/v1/states{rest}" for rest in ("", "/{handle}", "/{handle}/fork", "/{handle}/lineage")}
+    others = {"/v1/completions", "/v1/models", "/v1/models/{model}", "/health"}
+    assert set(schema["paths"]) == states | others
     post = schema["paths"]["/v1/completions"]["post"]
     body = post["requestBody"]["content"]["application/json"]
     for example in body["examples"].values():

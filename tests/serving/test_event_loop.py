@@ -57,7 +57,7 @@ def lags_beside_32_streams_s() -> list[float]:
 
 def test_lag_while_32_streams_run() -> None:
     """A loop that blocks lags each time; a machine that stalls for a moment does not."""
-    runs = (lags_beside_32_streams_s() for _ in range(3))
+    runs = (lags_beside_32_streams_s() for _ in range(6))
     assert any(
         len(lags_s) > 20 and lags_s[len(lags_s) // 2] < 0.02 and lags_s[int(len(lags_s) * 0.95)] < 0.1
         for lags_s in runs
